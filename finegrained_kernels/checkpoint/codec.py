@@ -1,0 +1,103 @@
+"""Planes through the bundle's codec, in batches: bytes of a shard to wire form, and wire form to bytes.
+
+Every batch that is encoded is decoded again and compared before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
+from finegrained_kernels.checkpoint.names import Plane
+from finegrained_kernels.checkpoint.wire import geometry_problem
+
+_CPU_BATCH_BYTES = 8 << 20
+_GPU_BATCH_BYTES = 256 << 20
+
+ReadInto = Callable[[str, memoryview], None]
+"""Fills the view with the bytes of the tensor of that name."""
+
+
+class Encoded(NamedTuple):
+    """A plane's wire form: the fixed stream and the exception words, as bytes."""
+
+    fixed: memoryview
+    exceptions: memoryview
+
+
+def batch_bytes(device: torch.device | str) -> int:
+    """Bytes of dense planes to work on at a time."""
+    return _CPU_BATCH_BYTES if torch.device(device).type == "cpu" else _GPU_BATCH_BYTES
+
+
+def batches(planes: Mapping[str, Plane], device: torch.device | str) -> Iterator[list[Plane]]:
+    """The planes in runs of one geometry, small enough to work on at a time."""
+    by_shape: dict[tuple[int, int], list[Plane]] = {}
+    for plane in planes.values():
+        by_shape.setdefault((plane.rows, plane.cols), []).append(plane)
+    for (rows, cols), group in by_shape.items():
+        size = max(1, batch_bytes(device) // max(1, rows * cols))
+        for first in range(0, len(group), size):
+            yield group[first : first + size]
+
+
+def encode(
+    bundle: ModuleType, planes: Mapping[str, Plane], read_into: ReadInto, device: torch.device | str, shard: str
+) -> tuple[dict[str, Encoded], dict[str, str]]:
+    """Compress the planes of one shard: those that shrink, by name, and why the others stay dense."""
+    encoded: dict[str, Encoded] = {}
+    dense: dict[str, str] = {}
+    fits = {}
+    for name, plane in planes.items():
+        if problem := geometry_problem(plane.rows, plane.cols):
+            dense[name] = problem
+        else:
+            fits[name] = plane
+    for batch in batches(fits, device):
+        first = batch[0]
+        data = memoryview(bytearray(len(batch) * first.nbytes))
+        for i, plane in enumerate(batch):
+            read_into(plane.name, data[i * first.nbytes : (i + 1) * first.nbytes])
+        source = torch.frombuffer(data, dtype=torch.uint8).view(len(batch), first.rows, first.cols).to(device)
+        fixed, exceptions = bundle.compress_nvfp4_csf_scales(source)
+        scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=first.rows, num_cols=first.cols)
+        decoded = bundle.decompress_nvfp4_csf_scales(scales).view(torch.uint8)
+        if not torch.equal(decoded, source):
+            plane = batch[int((decoded != source).flatten(1).any(1).nonzero()[0])]
+            raise CheckpointError([Fault(shard, plane.name, "does not decode to the bytes it was encoded from")])
+        for plane, stream, words in zip(batch, fixed, exceptions, strict=True):
+            if stream.nbytes + words.nbytes >= plane.nbytes:
+                dense[plane.name] = f"would take {stream.nbytes + words.nbytes} bytes instead of {plane.nbytes}"
+            else:
+                encoded[plane.name] = Encoded(to_bytes(stream), to_bytes(words))
+    return encoded, dense
+
+
+def decode(
+    bundle: ModuleType, batch: Sequence[Plane], read: Callable[[str], memoryview], device: torch.device | str
+) -> memoryview:
+    """Dense bytes of compressed planes of one geometry, one after the other.
+
+    Raises:
+        ValueError: from the bundle, if a plane is malformed. It counts planes, and does not know their names.
+    """
+    fixed = [_tensor(read(plane.tensors[0]), torch.uint8).to(device) for plane in batch]
+    words = [_tensor(read(plane.tensors[1]), torch.int32).to(device) for plane in batch]
+    scales = bundle.prepare_nvfp4_csf_scales(fixed, words, num_rows=batch[0].rows, num_cols=batch[0].cols)
+    return to_bytes(bundle.decompress_nvfp4_csf_scales(scales).view(torch.uint8))
+
+
+def to_bytes(tensor: torch.Tensor) -> memoryview:
+    """A copy of a tensor's bytes, on the host, without going through numpy."""
+    data = bytearray(tensor.nbytes)
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    return memoryview(data)
+
+
+def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)

@@ -1,0 +1,193 @@
+"""`compress`: an NVFP4 checkpoint in, the same checkpoint with its scales compressed out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from threading import Event
+
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
+from finegrained_kernels.checkpoint.headers import read_header
+from finegrained_kernels.checkpoint.layouts import CONFIG, CONTAINER_LAYOUT, HF_LAYOUT, Checkpoint, open_checkpoint
+from finegrained_kernels.checkpoint.names import Plane, select
+from finegrained_kernels.checkpoint.output import check_space, claim, finishing, for_each_shard, one_torch_thread
+from finegrained_kernels.checkpoint.publishing import marked_files, other_files, publish, rewritten_files
+from finegrained_kernels.checkpoint.records import Job, read_job, read_records, record_name
+from finegrained_kernels.checkpoint.shards import ShardWork
+from finegrained_kernels.checkpoint.stream import Progress, file_sha256
+from finegrained_kernels.checkpoint.wire import fixed_bytes, geometry_problem
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `compress` would do, from headers alone. ``planes`` are all NVFP4 scales, ``selected`` those to compress."""
+
+    source: Checkpoint
+    planes: Mapping[str, Plane]
+    selected: Mapping[str, Plane]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(header.data_start + header.data_bytes for header in self.source.headers.values())
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the selected scales as they are."""
+        return sum(plane.nbytes for plane in self.selected.values())
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of the same scales compressed, without exceptions; with them it is never more than `dense_bytes`."""
+        return sum(
+            plane.nbytes if geometry_problem(plane.rows, plane.cols) else fixed_bytes(plane.rows, plane.cols)
+            for plane in self.selected.values()
+        )
+
+
+@dataclass(frozen=True)
+class CompressReport:
+    """What `compress` did: shards, those of them an earlier run had finished, scales that were compressed, their bytes
+    before and after, and why each other scale that was asked for is still dense."""
+
+    shards: int
+    resumed: int
+    compressed: int
+    dense_bytes: int
+    compressed_bytes: int
+    left_dense: Mapping[str, str]
+
+
+def plan_compression(
+    source: str | Path, *, include: Sequence[str] = (), exclude: Sequence[str] = (), data_present: bool = True
+) -> Plan:
+    """Check a checkpoint's headers and choose its scales; reads no data and writes nothing.
+
+    ``include`` and ``exclude`` are shell patterns for whole tensor names, as ``*.layers.3.*``; without ``include``
+    every NVFP4 expert scale is meant. ``data_present=False`` accepts shards that end after their headers.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, inconsistent or compressed already, or nothing matches.
+    """
+    checkpoint = open_checkpoint(source, data_present=data_present)
+    planes = checkpoint.planes
+    raise_faults(checkpoint.faults)
+    raise_faults(
+        Fault(checkpoint.located[plane.tensors[0]][0], plane.name, "compressed already")
+        for plane in planes.values()
+        if plane.compressed
+    )
+    selected = select(planes, include, exclude)
+    if not selected:
+        raise CheckpointError(f"{source}: none of its {len(planes)} NVFP4 scales was asked for")
+    return Plan(checkpoint, planes, {name: planes[name] for name in selected})
+
+
+def compress(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    layout: str = HF_LAYOUT,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    family: str | None = None,
+    jobs: int = 1,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> CompressReport:
+    """Compress the NVFP4 scales of the checkpoint in ``source`` into a new one in ``destination``, losslessly.
+
+    Run it again after an interruption, with the same arguments, to resume: finished shards are checked against their
+    digests and kept. Several processes with the same arguments share the work.
+
+    Args:
+        source: directory with a ModelOpt or compressed-tensors NVFP4 checkpoint; only read.
+        destination: a new or empty directory, or the one that an earlier run began.
+        layout: "hf", shards with their index; or "container", `lil-nvfp4-csf-checkpoint/1`.
+        include, exclude: see `plan_compression`.
+        family: the container's name for the kind of model; None takes `model_type` of config.json.
+        jobs: shards at a time.
+        device: where scales are compressed, as "cpu" or "cuda".
+        progress: told of source bytes as they are done.
+
+    Raises:
+        CheckpointError: naming file and tensor. Nothing is written before the source's headers and names are checked,
+            and no file has its final name before it is complete.
+    """
+    source, destination = Path(source), Path(destination)
+    plan = plan_compression(source, include=include, exclude=exclude)
+    job = _make_job(plan, layout, family, include, exclude)
+
+    def ours(root: Path) -> bool:
+        begun = read_job(root)
+        if begun is not None and begun != job:
+            raise CheckpointError(f"{root} was begun from another source or with other options: give a new directory")
+        return begun is not None
+
+    def has_record(shard: str) -> bool:
+        return (destination / record_name(shard)).exists()
+
+    work = claim(destination, source, ours=ours)
+    begun = {shard for shard in job.shards if has_record(shard)}
+    if not begun:
+        check_space(destination, plan.source_bytes - plan.dense_bytes + plan.least_bytes)
+    job.write(destination, work)
+    shards = ShardWork(plan.source, plan.selected, job, destination, work, device, progress or (lambda _: None))
+    resumed = []
+
+    def handle(shard: str, stop: Event) -> None:
+        if shard in begun and shards.is_finished(shard, stop):
+            resumed.append(shard)
+        else:
+            shards.compress(shard, stop)
+
+    with one_torch_thread():
+        for_each_shard(list(job.shards), work, jobs, handle, has_record)
+    with finishing(work) as unfinished:
+        if unfinished:
+            publish(plan.source, plan.planes, job, destination, work)
+    return _report(job, plan, destination, len(resumed))
+
+
+def _make_job(plan: Plan, layout: str, family: str | None, include: Sequence[str], exclude: Sequence[str]) -> Job:
+    source = plan.source
+    if source.config is None:
+        raise CheckpointError([Fault(CONFIG, None, "does not exist: it is where compressed layers are marked")])
+    marked_files(source, plan.planes, {plane.layer_module for plane in plan.selected.values()})  # raises if it cannot
+    if layout == CONTAINER_LAYOUT:
+        shards = {shard: f"tensors/{PurePosixPath(shard).name}" for shard in source.headers}
+        if len(set(shards.values())) < len(shards):
+            raise CheckpointError(f"a container needs shards of different names, got {sorted(shards)}")
+        family = family or source.config.get("model_type")
+        if not isinstance(family, str):
+            raise CheckpointError([Fault(CONFIG, None, "has no model_type: name the container's family")])
+    elif layout == HF_LAYOUT:
+        shards, family = {shard: shard for shard in source.headers}, None
+    else:
+        raise CheckpointError(f"layout must be {HF_LAYOUT!r} or {CONTAINER_LAYOUT!r}, got {layout!r}")
+    rewritten = rewritten_files(source)
+    digests = {name: file_sha256(source.root / name) for name in other_files(source)}
+    return Job(
+        layout=layout,
+        family=family,
+        include=list(include),
+        exclude=list(exclude),
+        shards=shards,
+        rewritten={name: digests[name] for name in rewritten},
+        copied={name: digest for name, digest in digests.items() if name not in rewritten},
+    )
+
+
+def _report(job: Job, plan: Plan, destination: Path, resumed: int) -> CompressReport:
+    left_dense = {name: why for record in read_records(destination, job) for name, why in record.dense.items()}
+    compressed = {plane.tensors for name, plane in plan.selected.items() if name not in left_dense}
+    names = {name for plane in plan.selected.values() for name in plane.as_compressed().tensors}
+    after = sum(
+        info.nbytes
+        for path in job.shards.values()
+        for name, info in read_header(destination / path, path).tensors.items()
+        if name in names
+    )
+    dense = sum(plane.nbytes for name, plane in plan.selected.items() if name not in left_dense)
+    return CompressReport(len(job.shards), resumed, len(compressed), dense, after, left_dense)

@@ -1,0 +1,205 @@
+"""Safetensors headers: read, checked and written without touching the data.
+
+The safetensors library hands out tensors, whole, and lays a file out anew when it saves one. Streaming a shard by byte
+ranges, and giving back the very bytes of a file, need the header as it stands. So this is a small reader and writer of
+its own; every file written is checked by the library's own parser in the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
+
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_ALIGNMENT = 8
+
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+
+class TensorInfo(NamedTuple):
+    """A tensor's entry: ``begin`` and ``end`` are bytes from the start of the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+NewTensor = tuple[str, str, Sequence[int]]
+"""Name, dtype and shape."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """One shard's header. ``raw`` is all of it: length, text and padding; ``tensors`` keep the text's order."""
+
+    raw: bytes
+    metadata: Mapping[str, str] | None
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def data_start(self) -> int:
+        return len(self.raw)
+
+    @property
+    def data_bytes(self) -> int:
+        return max((info.end for info in self.tensors.values()), default=0)
+
+    def in_data_order(self) -> list[tuple[str, TensorInfo]]:
+        return sorted(self.tensors.items(), key=lambda item: item[1][2:])
+
+
+def read_header(path: Path, name: str, *, data_present: bool = True) -> Header:
+    """The checked header of the shard at ``path``, called ``name`` in messages.
+
+    ``data_present=False`` accepts a file that ends after its header, as a set of headers alone does.
+
+    Raises:
+        CheckpointError: no such file, a file cut short or with bytes left over, text that is no header, an unknown
+            dtype, or offsets that do not fit the shape or leave a gap or an overlap.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(8)
+            length = int.from_bytes(raw, "little")
+            if len(raw) < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
+                raise CheckpointError([Fault(name, None, f"{size} bytes do not hold the header they announce")])
+            raw += file.read(length)
+    except OSError as error:
+        raise CheckpointError([Fault(name, None, f"cannot be read: {error.strerror}")]) from error
+    header = parse_header(raw, name)
+    if data_present and size != len(raw) + header.data_bytes:
+        raise CheckpointError([_wrong_size(header, size, name)])
+    return header
+
+
+def parse_header(raw: bytes, name: str) -> Header:
+    """Check the text of a header and return it; see `read_header`."""
+    try:
+        entries = json.loads(raw[8:])
+        metadata = entries.pop("__metadata__", None)
+        tensors = {
+            tensor: TensorInfo(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for tensor, entry in entries.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError([Fault(name, None, f"not a safetensors header: {error!r}")]) from error
+    header = Header(raw, metadata, tensors)
+    check_tensors(header, name)
+    return header
+
+
+def build_header(
+    entries: Sequence[NewTensor],
+    data_order: Sequence[str],
+    metadata: Mapping[str, str] | None,
+) -> Header:
+    """The header of tensors ``(name, dtype, shape)`` in the text's order, whose data lies in ``data_order``."""
+    shapes = {name: (dtype, tuple(shape)) for name, dtype, shape in entries}
+    tensors, end = {}, 0
+    for name in data_order:
+        dtype, shape = shapes[name]
+        begin, end = end, end + num_bytes(dtype, shape)
+        tensors[name] = TensorInfo(dtype, shape, begin, end)
+    tensors = {name: tensors[name] for name, _, _ in entries}
+    document: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    for name, info in tensors.items():
+        offsets = [info.begin, info.end]
+        document[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": offsets}
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return Header(len(text).to_bytes(8, "little") + text, metadata, tensors)
+
+
+def replace_tensors(
+    header: Header, replacements: Mapping[str, Sequence[NewTensor]]
+) -> tuple[Header, list[tuple[int, int] | str]]:
+    """The header of a shard in which other tensors take some tensors' place, and what its data consists of, in order.
+
+    That is ranges of the old data, and names of new tensors. Tensors keep their order, in the text as in the data; but
+    new tensors of 4-byte values lie together before the first replaced tensor, or before an earlier one where only that
+    begins at a multiple of 4: safetensors allows no gaps, and one-byte tensors may begin anywhere.
+    """
+    order = header.in_data_order()
+    replaced = [name for name, _ in order if name in replacements]
+    if not replaced:
+        return header, [(0, header.data_bytes)]
+    block = next(i for i, (name, _) in enumerate(order) if name == replaced[0])
+    while order[block][1].begin % 4:
+        block -= 1
+
+    parts: list[tuple[int, int] | str] = []
+    data_order: list[str] = []
+
+    def insert(names: Sequence[str], words: bool) -> None:
+        new = [tensor[0] for name in names for tensor in replacements[name] if (DTYPE_BITS[tensor[1]] == 32) == words]
+        data_order.extend(new)
+        parts.extend(new)
+
+    for i, (name, info) in enumerate(order):
+        if i == block:
+            insert(replaced, words=True)
+        if name in replacements:
+            insert([name], words=False)
+            continue
+        data_order.append(name)
+        if parts and isinstance(parts[-1], tuple):
+            parts[-1] = (parts[-1][0], info.end)
+        else:
+            parts.append((info.begin, info.end))
+    entries = []
+    for name, info in header.tensors.items():
+        entries += replacements.get(name, [(name, info.dtype, info.shape)])
+    return build_header(entries, data_order, header.metadata), parts
+
+
+def num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def check_tensors(header: Header, name: str) -> None:
+    """Raise unless every tensor has a known dtype, and the bytes that its shape needs, without gap or overlap."""
+    spans = []
+    for tensor, (dtype, shape, begin, end) in header.tensors.items():
+        bits = DTYPE_BITS.get(dtype)
+        if bits is None:
+            raise CheckpointError([Fault(name, tensor, f"unknown dtype {dtype!r}")])
+        try:
+            if min(shape, default=0) < 0 or math.prod(shape) * bits != (end - begin) * 8:
+                message = f"{dtype} {list(shape)} does not fill bytes {begin} to {end}"
+                raise CheckpointError([Fault(name, tensor, message)])
+        except TypeError as error:
+            raise CheckpointError([Fault(name, tensor, f"shape {list(shape)} is not made of integers")]) from error
+        spans.append((begin, end))
+    spans.sort()
+    expected = 0
+    for begin, end in spans:
+        if begin != expected:
+            tensor = next(tensor for tensor, info in header.tensors.items() if info[2:] == (begin, end))
+            raise CheckpointError([Fault(name, tensor, f"begins at byte {begin}, expected {expected}")])
+        expected = end
+
+
+def _wrong_size(header: Header, size: int, name: str) -> Fault:
+    expected = header.data_start + header.data_bytes
+    message = f"{size} bytes, expected {expected} by its header"
+    for tensor, info in header.in_data_order():
+        if header.data_start + info.end > size:
+            return Fault(name, tensor, f"cut short: the file holds {message}")
+    return Fault(name, None, f"bytes left over: the file holds {message}")

@@ -1,0 +1,100 @@
+"""Checkpoints on the Hugging Face hub: headers read from afar, and compressed directories pushed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
+
+from finegrained_kernels.checkpoint.config import marked_layers
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
+from finegrained_kernels.checkpoint.headers import Header, TensorInfo, check_tensors
+from finegrained_kernels.checkpoint.layouts import (
+    CONFIG,
+    CONTRACT,
+    INDEX_SUFFIX,
+    MANIFEST,
+    Checkpoint,
+    open_checkpoint,
+    read_layout,
+)
+from finegrained_kernels.checkpoint.output import WORK
+
+_CONNECTIONS = 8
+
+
+def open_hub_checkpoint(repo_id: str, *, revision: str | None = None) -> Checkpoint:
+    """Open a model repository from its small JSON files and, by range requests, its shards' headers.
+
+    The headers come without their text: sizes are those of tensors alone.
+
+    Raises:
+        CheckpointError: no such repository or revision, no checkpoint in it, or a header that cannot be read.
+    """
+    api = HfApi()
+    try:
+        info = api.model_info(repo_id, revision=revision)
+        files = {sibling.rfilename for sibling in info.siblings}
+        wanted = {CONFIG, f"metadata/{CONFIG}", MANIFEST, CONTRACT} | {f for f in files if f.endswith(INDEX_SUFFIX)}
+        root = Path()
+        for file in sorted(wanted & files):
+            local = Path(hf_hub_download(repo_id, file, revision=info.sha))
+            root = local.parents[file.count("/")]
+        layout = read_layout(root, files)
+        missing = [shard for shard in layout.shards if shard not in files]
+        raise_faults(Fault(layout.index or MANIFEST, None, f"shard {shard} does not exist") for shard in missing)
+
+        def read(shard: str) -> Header:
+            metadata = api.parse_safetensors_file_metadata(repo_id, shard, revision=info.sha)
+            tensors = {
+                name: TensorInfo(tensor.dtype, tuple(tensor.shape), *tensor.data_offsets)
+                for name, tensor in metadata.tensors.items()
+            }
+            header = Header(b"", metadata.metadata, tensors)
+            check_tensors(header, shard)
+            return header
+
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            headers = dict(zip(layout.shards, pool.map(read, layout.shards), strict=True))
+    except (HfHubHTTPError, SafetensorsParsingError) as error:
+        raise CheckpointError(f"{repo_id}: {error}") from error
+    return Checkpoint(root, layout, headers)
+
+
+def push(
+    checkpoint: str | Path,
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    private: bool | None = None,
+    message: str = "Upload NVFP4 checkpoint with compressed scales",
+) -> str:
+    """Upload a finished compressed checkpoint, digest records included, to a model repository, made if need be.
+
+    Only its structure is checked: `verify` it before. Returns the commit's URL.
+
+    Raises:
+        CheckpointError: the directory is not finished, not consistent, or has no compressed scales; or the hub refuses.
+    """
+    root = Path(checkpoint)
+    opened = open_checkpoint(root)
+    if (root / WORK).exists():
+        raise CheckpointError(f"{root} is not finished: run the command that began it again")
+    marked, faults = marked_layers(opened.config)
+    raise_faults(opened.faults + faults)
+    compressed = {plane.layer_module for plane in opened.planes.values() if plane.compressed}
+    if not compressed or compressed != marked:
+        raise CheckpointError(
+            [Fault(CONFIG, None, f"marks {len(marked)} modules, but {len(compressed)} are compressed")]
+        )
+    api = HfApi()
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=root, revision=revision, commit_message=message, ignore_patterns=[".*"]
+        )
+    except HfHubHTTPError as error:
+        raise CheckpointError(f"{repo_id}: {error}") from error
+    return commit.commit_url

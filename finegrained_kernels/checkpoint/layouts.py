@@ -1,0 +1,234 @@
+"""The two ways a checkpoint lies on disk: Hugging Face files, or the `lil-nvfp4-csf-checkpoint/1` container.
+
+Opening reads small JSON files and the shards' headers, never data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
+from finegrained_kernels.checkpoint.headers import Header, TensorInfo, read_header
+from finegrained_kernels.checkpoint.names import Plane, find_planes, split_expert
+from finegrained_kernels.checkpoint.wire import CODEC
+
+CONTAINER_SCHEMA = "lil-nvfp4-csf-checkpoint/1"
+MANIFEST = "manifest.json"
+CONTRACT = "build-contract.json"
+SUMS = "SHA256SUMS"
+CONFIG = "config.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+HF_LAYOUT = "hf"
+CONTAINER_LAYOUT = "container"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a checkpoint's small JSON files say.
+
+    Attributes:
+        kind: `HF_LAYOUT` or `CONTAINER_LAYOUT`.
+        index: the index file's name, None for a single file or a container.
+        listed: the index's, or the container's, shard for each tensor name; None without one.
+        shards: paths of the shards, relative to the checkpoint.
+        config: contents of config.json, None if there is none.
+    """
+
+    kind: str
+    index: str | None
+    listed: Mapping[str, str] | None
+    shards: list[str]
+    config: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint in directory ``root``, its layout, and its shards' headers by path.
+
+    What it derives from them is worked out once: keep it to read many layers.
+    """
+
+    root: Path
+    layout: Layout
+    headers: Mapping[str, Header]
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        return self.layout.config
+
+    @property
+    def metadata_dir(self) -> Path:
+        """Where config.json and its like are."""
+        return self.root / "metadata" if self.layout.kind == CONTAINER_LAYOUT else self.root
+
+    @cached_property
+    def experts(self) -> dict[str, dict[tuple[int, str], Plane]]:
+        """Scale planes by layer (`<prefix>.experts`), expert and projection."""
+        layers: dict[str, dict[tuple[int, str], Plane]] = {}
+        for plane in self.planes.values():
+            if expert := split_expert(plane.module):
+                layers.setdefault(expert[0], {})[expert[1:]] = plane
+        return layers
+
+    @cached_property
+    def located(self) -> dict[str, tuple[str, TensorInfo]]:
+        """Each tensor's shard and entry."""
+        located = {}
+        for shard, header in self.headers.items():
+            for name, info in header.tensors.items():
+                located.setdefault(name, (shard, info))
+        return located
+
+    @cached_property
+    def planes(self) -> dict[str, Plane]:
+        """Every NVFP4 scale plane, by scale name."""
+        return self._planes_and_faults[0]
+
+    @cached_property
+    def faults(self) -> list[Fault]:
+        """Where shards contradict each other, the index, or the rules for NVFP4 scales."""
+        faults = [
+            Fault(shard, name, f"also in {self.located[name][0]}")
+            for shard, header in self.headers.items()
+            for name in header.tensors
+            if self.located[name][0] != shard
+        ]
+        return faults + self._index_faults() + self._planes_and_faults[1]
+
+    @cached_property
+    def _planes_and_faults(self) -> tuple[dict[str, Plane], list[Fault]]:
+        return find_planes(self.located)
+
+    def _index_faults(self) -> list[Fault]:
+        listed, located = self.layout.listed, self.located
+        if listed is None:
+            return []
+        index = self.layout.index or CONTRACT
+        faults = []
+        # A container may list a compressed scale by its name in the source, before it became two tensors.
+        aliases = {name.partition(".nvfp4_csf_")[0] for name in located} if self.layout.kind == CONTAINER_LAYOUT else ()
+        for name, shard in listed.items():
+            if name not in located and name not in aliases:
+                faults.append(Fault(index, name, f"said to be in {shard}, which does not have it"))
+            elif name in located and located[name][0] != shard:
+                faults.append(Fault(index, name, f"said to be in {shard}, but is in {located[name][0]}"))
+        for name, (shard, _) in located.items():
+            if name not in listed and name.partition(".nvfp4_csf_")[0] not in listed:
+                faults.append(Fault(index, name, f"missing here, but {shard} has it"))
+        return faults
+
+
+def open_checkpoint(root: str | Path, *, data_present: bool = True, faults: list[Fault] | None = None) -> Checkpoint:
+    """Open the checkpoint in directory ``root``, of either layout.
+
+    ``data_present=False`` accepts shards of headers alone. A list for ``faults`` collects what is wrong with single
+    shards, which are then left out, instead of raising it.
+
+    Raises:
+        CheckpointError: no checkpoint, an unsafe or missing shard name, a damaged shard, or JSON files of the
+            container that contradict each other. Names the file.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is not a directory")
+    layout = read_layout(root, [path.name for path in root.iterdir()])
+    missing = [shard for shard in layout.shards if not (root / shard).is_file()]
+    raise_faults(Fault(layout.index or MANIFEST, None, f"shard {shard} does not exist") for shard in missing)
+    headers = {}
+    for shard in layout.shards:
+        try:
+            headers[shard] = read_header(root / shard, shard, data_present=data_present)
+        except CheckpointError as error:
+            if faults is None:
+                raise
+            faults.extend(error.faults)
+    return Checkpoint(root, layout, headers)
+
+
+def read_layout(root: Path, files: Collection[str]) -> Layout:
+    """What the small JSON files in ``root`` say of a checkpoint that has ``files`` at its top, there or elsewhere."""
+    if MANIFEST in files or CONTRACT in files:
+        listed, shards = _read_container(root)
+        return Layout(CONTAINER_LAYOUT, None, listed, shards, _read_config(root / "metadata"))
+    indices = sorted(name for name in files if "/" not in name and name.endswith(INDEX_SUFFIX))
+    if len(indices) > 1:
+        raise CheckpointError(f"{root} has several indices: {', '.join(indices)}")
+    if indices:
+        return Layout(HF_LAYOUT, indices[0], *_read_index(root, indices[0]), _read_config(root))
+    shards = sorted(name for name in files if "/" not in name and name.endswith(".safetensors"))
+    if len(shards) != 1:
+        found = ", ".join(shards) or "no safetensors file"
+        raise CheckpointError(f"{root} has no index (*{INDEX_SUFFIX}), and not a single shard but {found}")
+    return Layout(HF_LAYOUT, None, None, shards, _read_config(root))
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file called ``name`` in messages."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError([Fault(name, None, f"cannot be read: {error}")]) from error
+    if not isinstance(document, dict):
+        raise CheckpointError([Fault(name, None, f"expected a JSON object, got {type(document).__name__}")])
+    return document
+
+
+def check_shard_name(shard: object, file: str) -> str:
+    """``shard`` if it names a safetensors file inside the checkpoint, whatever the machine."""
+    parts = PurePosixPath(shard).parts if isinstance(shard, str) else ()
+    if not parts or parts[0] == "/" or ".." in parts or "\\" in shard or ":" in shard:
+        raise CheckpointError([Fault(file, None, f"shard {shard!r} is not a path inside the checkpoint")])
+    if not shard.endswith(".safetensors"):
+        raise CheckpointError([Fault(file, None, f"shard {shard!r} is not a safetensors file")])
+    return shard
+
+
+def container_faults(manifest: Mapping[str, Any], contract: Mapping[str, Any]) -> list[Fault]:
+    """Where the container's two descriptions break its rules: schema, codec, family, and the set of shards."""
+    faults = []
+    for key, expected in (("schema", CONTAINER_SCHEMA), ("codec", CODEC), ("family", None)):
+        values = manifest.get(key), contract.get(key)
+        if values[0] != values[1]:
+            faults.append(Fault(CONTRACT, None, f"{key} {values[1]!r} differs from {values[0]!r} in {MANIFEST}"))
+        elif not isinstance(values[0], str) or (expected is not None and values[0] != expected):
+            faults.append(Fault(MANIFEST, None, f"{key} is {values[0]!r}, expected {expected or 'a string'!r}"))
+    shards = manifest.get("shards")
+    names = contract.get("source_names")
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) and "file" in shard for shard in shards):
+        faults.append(Fault(MANIFEST, None, "shards must be a list of objects with a file each"))
+    elif not isinstance(names, dict):
+        faults.append(Fault(CONTRACT, None, "source_names must be an object"))
+    else:
+        files = [shard["file"] for shard in shards]
+        bare = [file for file in files if not isinstance(file, str) or "/" in file or "\\" in file]
+        faults += [Fault(MANIFEST, None, f"shard {file!r} is not a bare file name") for file in bare]
+        if not bare and set(names.values()) != set(files):
+            differing = sorted(map(str, set(names.values()) ^ set(files)))
+            faults.append(Fault(CONTRACT, None, f"source_names and {MANIFEST} name different shards: {differing}"))
+    return faults
+
+
+def _read_container(root: Path) -> tuple[dict[str, str], list[str]]:
+    manifest, contract = (read_json(root / name, name) for name in (MANIFEST, CONTRACT))
+    if faults := container_faults(manifest, contract):
+        raise CheckpointError(faults)
+    shards = [f"tensors/{check_shard_name(shard['file'], MANIFEST)}" for shard in manifest["shards"]]
+    return {name: f"tensors/{shard}" for name, shard in contract["source_names"].items()}, shards
+
+
+def _read_index(root: Path, index: str) -> tuple[dict[str, str], list[str]]:
+    listed = read_json(root / index, index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError([Fault(index, None, "weight_map must be an object that is not empty")])
+    return listed, list(dict.fromkeys(check_shard_name(shard, index) for shard in listed.values()))
+
+
+def _read_config(directory: Path) -> dict[str, Any] | None:
+    path = directory / CONFIG
+    return read_json(path, CONFIG) if path.exists() else None

@@ -1,0 +1,129 @@
+"""The directory that a command fills: claimed before, finished after, and shards worked on in between."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+
+from finegrained_kernels.checkpoint.errors import CheckpointError
+from finegrained_kernels.checkpoint.stream import Stopped, locked
+
+WORK = ".incomplete"
+
+DEFAULT_JOBS = max(1, (os.cpu_count() or 1) // 2)
+"""Shards at a time on the command line: one for every two cores, as hashing and writing run beside encoding."""
+
+
+def claim(root: Path, source: Path, *, ours: Callable[[Path], bool]) -> Path:
+    """Make ``root``, and a folder in it for files that are not complete yet; return that folder.
+
+    ``ours(root)`` tells whether a directory that has files already is an unfinished or finished result of the same
+    command. `finishing` removes the folder.
+    """
+    inside, outside = root.resolve(), source.resolve()
+    if inside == outside or inside in outside.parents or outside in inside.parents:
+        raise CheckpointError(f"{root} and {source} must be separate directories, none inside the other")
+    work = root / WORK
+    if root.exists():
+        if not root.is_dir():
+            raise CheckpointError(f"{root} is not a directory")
+        others = (path for path in root.rglob("*") if path.is_file() and work not in path.parents)
+        if any(others) and not ours(root):
+            raise CheckpointError(f"{root} holds other files: give a new directory, or the one that was begun")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be made: {error.strerror}") from error
+    return work
+
+
+def check_space(root: Path, needed: int) -> None:
+    """Raise before anything is written if ``needed`` bytes cannot fit."""
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise CheckpointError(f"{root} has {free} bytes free, at least {needed} are needed")
+
+
+def for_each_shard(
+    shards: Sequence[str], work: Path, jobs: int, handle: Callable[[str, Event], None], is_done: Callable[[str], bool]
+) -> None:
+    """Call ``handle(shard, stop)`` for each shard, ``jobs`` at a time, sharing them with other processes.
+
+    Each shard is handled under a lock. One that another process holds is left until the end, and then skipped if
+    ``is_done``. Failures are those of `run_shards`.
+    """
+    locks = {shard: work / f"{i}.lock" for i, shard in enumerate(shards)}
+    held_elsewhere: list[str] = []
+
+    def attempt(shard: str, stop: Event) -> None:
+        with locked(locks[shard], wait=False) as got:
+            if got:
+                handle(shard, stop)
+            else:
+                held_elsewhere.append(shard)
+
+    def wait_for(shard: str, stop: Event) -> None:
+        with locked(locks[shard], wait=True):
+            if not is_done(shard):
+                handle(shard, stop)
+
+    run_shards(shards, jobs, attempt)
+    run_shards(held_elsewhere, jobs, wait_for)
+
+
+@contextmanager
+def finishing(work: Path) -> Iterator[bool]:
+    """The last steps, by one process at a time; then ``work`` goes away, and with it all that an earlier run left.
+
+    Yields False, and has nothing to do, if another process has finished meanwhile.
+    """
+    with locked(work / "finish.lock", wait=True) as got:
+        yield got
+        if got:
+            shutil.rmtree(work)
+
+
+def run_shards(shards: Sequence[str], jobs: int, call: Callable[[str, Event], None]) -> None:
+    """Call ``call(shard, stop)`` for each shard, ``jobs`` at a time; after a failure, or an interruption, set ``stop``
+    and raise the first error."""
+    if jobs < 1:
+        raise CheckpointError(f"jobs must be at least 1, got {jobs}")
+    stop = Event()
+
+    def guarded(shard: str) -> None:
+        if stop.is_set():
+            raise Stopped
+        try:
+            call(shard, stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(guarded, shard) for shard in shards]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            stop.set()
+            raise
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
+        raise error
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Keep torch's operators on the thread that calls them: shards and streams are what runs in parallel here."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,113 @@
+"""The files around the shards: copied, or rewritten for the shards as they are now. The last step of `compress`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from finegrained_kernels.checkpoint.config import dump_json, mark_config, mark_hf_quant_config
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
+from finegrained_kernels.checkpoint.headers import Header, read_header
+from finegrained_kernels.checkpoint.layouts import (
+    CONFIG,
+    CONTAINER_LAYOUT,
+    CONTAINER_SCHEMA,
+    CONTRACT,
+    HF_QUANT_CONFIG,
+    MANIFEST,
+    SUMS,
+    Checkpoint,
+    read_json,
+)
+from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane
+from finegrained_kernels.checkpoint.records import DIGESTS, Job, read_records, source_name
+from finegrained_kernels.checkpoint.stream import copy_file, file_sha256, write_file
+from finegrained_kernels.checkpoint.wire import CODEC
+
+_HIDDEN = "."
+
+
+def other_files(checkpoint: Checkpoint) -> Iterator[str]:
+    """Paths of a source's files that are neither shards nor hidden, in a fixed order."""
+    for path in sorted(checkpoint.root.rglob("*")):
+        relative = path.relative_to(checkpoint.root)
+        hidden = any(part.startswith(_HIDDEN) for part in relative.parts)
+        if path.is_file() and not hidden and relative.as_posix() not in checkpoint.headers:
+            yield relative.as_posix()
+
+
+def rewritten_files(checkpoint: Checkpoint) -> list[str]:
+    """Those of `other_files` that say something about compressed shards."""
+    names = [CONFIG, HF_QUANT_CONFIG, checkpoint.layout.index]
+    return [name for name in names if name is not None and (checkpoint.root / name).exists()]
+
+
+def marked_files(source: Checkpoint, planes: Mapping[str, Plane], compressed: set[str]) -> dict[str, bytes]:
+    """config.json, and hf_quant_config.json if there is one, with the modules ``compressed`` marked."""
+    quant_path = source.root / HF_QUANT_CONFIG
+    quant = read_json(quant_path, HF_QUANT_CONFIG) if quant_path.exists() else None
+    nvfp4 = list(dict.fromkeys(plane.layer_module for plane in planes.values()))
+    modules = [module for module in nvfp4 if module in compressed]
+    files = {CONFIG: dump_json(mark_config(source.config, quant, modules, nvfp4))}
+    if quant is not None:
+        files[HF_QUANT_CONFIG] = dump_json(mark_hf_quant_config(quant, modules, nvfp4))
+    return files
+
+
+def publish(source: Checkpoint, planes: Mapping[str, Plane], job: Job, destination: Path, work: Path) -> None:
+    """Write every file but the shards; the index, or the container's description, last."""
+    headers = {shard: read_header(destination / path, path) for shard, path in job.shards.items()}
+    metadata = destination / "metadata" if job.layout == CONTAINER_LAYOUT else destination
+    for name, digest in job.rewritten.items():
+        if copy_file(source.root / name, destination / source_name(name), work, source_name(name)) != digest:
+            raise CheckpointError([Fault(name, None, "changed while the checkpoint was compressed")])
+    for name, digest in job.copied.items():
+        if copy_file(source.root / name, metadata / name, work, name) != digest:
+            raise CheckpointError([Fault(name, None, "changed while the checkpoint was compressed")])
+    compressed = {
+        planes[name.removesuffix(FIXED)].layer_module
+        for header in headers.values()
+        for name in header.tensors
+        if name.endswith(FIXED)
+    }
+    for name, content in marked_files(source, planes, compressed).items():
+        write_file(metadata / name, content, work, name)
+    if job.layout == CONTAINER_LAYOUT:
+        _write_container(headers, job, destination, work)
+    elif source.layout.index is not None:
+        index = read_json(source.root / source.layout.index, source.layout.index)
+        write_file(destination / source.layout.index, dump_json(_new_index(index, headers)), work, source.layout.index)
+
+
+def _new_index(index: Mapping, headers: Mapping[str, Header]) -> dict:
+    """The source's index with each compressed scale's two tensors in its place, and the new total size."""
+    weight_map = {}
+    for name, shard in index["weight_map"].items():
+        tensors = headers[shard].tensors
+        names = [name] if name in tensors else [name + FIXED, name + EXCEPTIONS]
+        weight_map.update(dict.fromkeys(names, shard))
+    document = {**index, "weight_map": weight_map}
+    if "total_size" in index.get("metadata", {}):
+        total = sum(header.data_bytes for header in headers.values())
+        document["metadata"] = {**index["metadata"], "total_size": total}
+    return document
+
+
+def _write_container(headers: Mapping[str, Header], job: Job, destination: Path, work: Path) -> None:
+    common = {"schema": CONTAINER_SCHEMA, "codec": CODEC, "family": job.family}
+    digests = {record.file: record.file_sha256 for record in read_records(destination, job)}
+    shards, names = [], {}
+    for shard, path in job.shards.items():
+        file = path.removeprefix("tensors/")
+        size = headers[shard].data_start + headers[shard].data_bytes
+        shards.append({"file": file, "bytes": size, "sha256": digests[shard]})
+        names.update(dict.fromkeys(headers[shard].tensors, file))
+    write_file(destination / MANIFEST, dump_json({**common, "shards": shards}), work, MANIFEST)
+    write_file(destination / CONTRACT, dump_json({**common, "source_names": names}), work, CONTRACT)
+
+    sums = {job.shards[shard]: digest for shard, digest in digests.items()}
+    files = [destination / MANIFEST, destination / CONTRACT]
+    files += [path for folder in ("metadata", DIGESTS) for path in (destination / folder).rglob("*") if path.is_file()]
+    sums |= {path.relative_to(destination).as_posix(): file_sha256(path) for path in files}
+    text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+    write_file(destination / SUMS, text.encode(), work, SUMS)

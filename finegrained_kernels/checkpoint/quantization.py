@@ -1,0 +1,241 @@
+"""`quantize`: an unquantized MoE checkpoint in, its expert weights in ModelOpt's NVFP4 layout out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from threading import Event
+
+from finegrained_kernels.checkpoint.config import dump_json, quantized_config
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
+from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo, read_header, replace_tensors
+from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint, open_checkpoint, read_json
+from finegrained_kernels.checkpoint.names import GROUP, split_expert
+from finegrained_kernels.checkpoint.output import check_space, claim, finishing, for_each_shard, one_torch_thread
+from finegrained_kernels.checkpoint.publishing import other_files
+from finegrained_kernels.checkpoint.stream import (
+    CHUNK_BYTES,
+    AtomicFile,
+    Progress,
+    Stopped,
+    copy_file,
+    opened,
+    read_exact,
+    write_file,
+)
+
+_WEIGHT = ".weight"
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What `quantize` did: shards, weights that were quantized, bytes of all shards before and after."""
+
+    shards: int
+    quantized: int
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    input_scale: float | None = None,
+    jobs: int = 1,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantize the expert weights of a checkpoint to NVFP4: two-level scales, round to nearest, no calibration.
+
+    Each weight `[N, K]` becomes `weight` U8 `[N, K/2]`, `weight_scale` F8_E4M3 `[N, K/16]` and `weight_scale_2` F32,
+    one global a tensor; everything else is copied. Arithmetic: docs/format.md and the bundle's
+    `nvfp4_quantize_two_level`. Run it again after an interruption: shards are made anew.
+
+    Args:
+        source: directory with a BF16, F16 or F32 checkpoint, one tensor for each expert and projection; only read.
+        destination: a new or empty directory, or one that an earlier run began.
+        include, exclude: shell patterns for names of expert weights; without ``include`` all of them.
+        input_scale: written beside every weight as ModelOpt's `input_scale`, for engines that insist on one; None
+            writes none, as nothing was calibrated.
+        jobs, device, progress: as for `compress`.
+
+    Raises:
+        CheckpointError: no expert weights, a K that 16 does not divide, values that are not finite, or a checkpoint that
+            is quantized already. Names shard and tensor.
+    """
+    source, destination = Path(source), Path(destination)
+    checkpoint = open_checkpoint(source)
+    weights = _select(checkpoint, include, exclude)
+    config = quantized_config(checkpoint.config, list(dict.fromkeys(map(_experts_module, weights))))
+    rewritten = (CONFIG, checkpoint.layout.index)
+    others = [name for name in other_files(checkpoint) if name not in rewritten]
+    known = {*checkpoint.headers, *others, *rewritten}
+
+    def ours(root: Path) -> bool:
+        names = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+        return all(name in known or name.startswith(".incomplete/") for name in names)
+
+    quantizing = _Quantizing(checkpoint, weights, input_scale, destination, device, progress or (lambda _: None))
+    work = claim(destination, source, ours=ours)
+    after = sum(len(header.raw) + header.data_bytes for header, _ in quantizing.outputs.values())
+    check_space(destination, after)
+
+    def handle(shard: str, stop: Event) -> None:
+        quantizing.quantize_shard(shard, work, stop)
+
+    with one_torch_thread():
+        for_each_shard(list(checkpoint.headers), work, jobs, handle, lambda shard: (destination / shard).exists())
+    with finishing(work) as unfinished:
+        if unfinished:
+            for name in others:
+                copy_file(source / name, destination / name, work, name)
+            write_file(destination / CONFIG, dump_json(config), work, CONFIG)
+            if checkpoint.layout.index is not None:
+                index = dump_json(quantizing.new_index())
+                write_file(destination / checkpoint.layout.index, index, work, checkpoint.layout.index)
+    before = sum(len(header.raw) + header.data_bytes for header in checkpoint.headers.values())
+    return QuantizeReport(len(checkpoint.headers), len(weights), before, after)
+
+
+@dataclass(frozen=True)
+class _Quantizing:
+    """What quantizing any shard needs."""
+
+    checkpoint: Checkpoint
+    weights: dict[str, TensorInfo]
+    input_scale: float | None
+    destination: Path
+    device: str
+    progress: Progress
+
+    @cached_property
+    def bundle(self):
+        from finegrained_kernels import load
+
+        return load()
+
+    @cached_property
+    def outputs(self) -> dict[str, tuple[Header, list[tuple[int, int] | str]]]:
+        """Every shard's new header, and the order of its data: sizes do not depend on values."""
+        return {
+            shard: replace_tensors(
+                header, {name: self._new_tensors(name) for name in header.tensors if name in self.weights}
+            )
+            for shard, header in self.checkpoint.headers.items()
+        }
+
+    def _new_tensors(self, weight: str) -> list[NewTensor]:
+        n, k = self.weights[weight].shape
+        module = weight.removesuffix(_WEIGHT)
+        new = [
+            (weight, "U8", (n, k // 2)),
+            (f"{module}.weight_scale", "F8_E4M3", (n, k // GROUP)),
+            (f"{module}.weight_scale_2", "F32", ()),
+        ]
+        return new if self.input_scale is None else [*new, (f"{module}.input_scale", "F32", ())]
+
+    def new_index(self) -> dict:
+        """The source's index for the new tensors."""
+        index = read_json(self.checkpoint.root / self.checkpoint.layout.index, self.checkpoint.layout.index)
+        weight_map = {}
+        for name, shard in index["weight_map"].items():
+            names = [new[0] for new in self._new_tensors(name)] if name in self.weights else [name]
+            weight_map.update(dict.fromkeys(names, shard))
+        total = sum(header.data_bytes for header, _ in self.outputs.values())
+        return {**index, "metadata": {**index.get("metadata", {}), "total_size": total}, "weight_map": weight_map}
+
+    def quantize_shard(self, shard: str, work: Path, stop: Event) -> None:
+        """Write one shard. New tensors go to their places as they come, globals among them."""
+        header = self.checkpoint.headers[shard]
+        output, parts = self.outputs[shard]
+        with (
+            opened(self.checkpoint.root / shard, shard) as fd,
+            AtomicFile(self.destination / shard, work, shard) as file,
+        ):
+            file.write(output.raw)
+            position = output.data_start
+            for part in parts:
+                if isinstance(part, tuple):
+                    self._copy(fd, header.data_start + part[0], part[1] - part[0], file, position, stop)
+                    position += part[1] - part[0]
+                else:
+                    position += output.tensors[part].nbytes
+            for name in header.tensors:
+                if name in self.weights:
+                    self._quantize(shard, name, fd, file, stop)
+            if read_header(file.temporary, shard).tensors != output.tensors:
+                raise CheckpointError([Fault(shard, None, "does not read back as written")])
+            file.commit()
+
+    def _copy(self, fd: int, begin: int, size: int, file: AtomicFile, position: int, stop: Event) -> None:
+        while size:
+            if stop.is_set():
+                raise Stopped
+            data = os.pread(fd, min(size, CHUNK_BYTES), begin)
+            file.write_at(memoryview(data), position)
+            begin, position, size = begin + len(data), position + len(data), size - len(data)
+            self.progress(len(data))
+
+    def _quantize(self, shard: str, name: str, fd: int, file: AtomicFile, stop: Event) -> None:
+        import torch
+
+        from finegrained_kernels.checkpoint.codec import to_bytes
+
+        if stop.is_set():
+            raise Stopped
+        info = self.weights[name]
+        data = bytearray(info.nbytes)
+        read_exact(fd, memoryview(data), self.checkpoint.headers[shard].data_start + info.begin, shard, name)
+        weight = torch.frombuffer(data, dtype=getattr(torch, _DTYPES[info.dtype])).view(info.shape).to(self.device)
+        try:
+            packed, scales, global_scale = self.bundle.nvfp4_quantize_two_level(weight)
+        except ValueError as error:
+            raise CheckpointError([Fault(shard, name, str(error))]) from error
+        values = [packed, scales, global_scale]
+        if self.input_scale is not None:
+            values.append(torch.tensor(self.input_scale, dtype=torch.float32))
+        output, _ = self.outputs[shard]
+        for (new, _, _), value in zip(self._new_tensors(name), values, strict=True):
+            file.write_at(to_bytes(value), output.data_start + output.tensors[new].begin)
+        self.progress(info.nbytes)
+
+
+def _experts_module(weight: str) -> str:
+    return split_expert(weight.removesuffix(_WEIGHT))[0]
+
+
+def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> dict[str, TensorInfo]:
+    if checkpoint.config is None:
+        raise CheckpointError([Fault(CONFIG, None, "does not exist: it is where quantized layers are named")])
+    if checkpoint.config.get("quantization_config"):
+        raise CheckpointError([Fault(CONFIG, None, "has a quantization_config: the checkpoint is quantized already")])
+    raise_faults(checkpoint.faults)
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    weights, faults = {}, []
+    for name, (shard, info) in checkpoint.located.items():
+        is_expert = name.endswith(_WEIGHT) and split_expert(name.removesuffix(_WEIGHT)) and len(info.shape) == 2
+        if not is_expert or (include and not matches(name, include)) or matches(name, exclude):
+            continue
+        if info.dtype not in _DTYPES:
+            faults.append(Fault(shard, name, f"expected one of {', '.join(_DTYPES)}, got {info.dtype}"))
+        elif info.shape[1] % GROUP or 0 in info.shape:
+            faults.append(Fault(shard, name, f"expected [N, K] with K a multiple of {GROUP}, got {list(info.shape)}"))
+        else:
+            weights[name] = info
+    raise_faults(faults)
+    if not weights:
+        raise CheckpointError(
+            f"{checkpoint.root}: no weight is named <prefix>.experts.<e>.<projection>.weight and asked for"
+        )
+    return weights

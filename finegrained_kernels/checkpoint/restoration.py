@@ -1,0 +1,196 @@
+"""`restore`: the original checkpoint, byte for byte, from a compressed one and its digest records."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Event
+
+from finegrained_kernels.checkpoint.codec import batch_bytes, decode
+from finegrained_kernels.checkpoint.contents import TensorReader
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
+from finegrained_kernels.checkpoint.headers import Header, TensorInfo, read_header
+from finegrained_kernels.checkpoint.layouts import Checkpoint, open_checkpoint
+from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Located
+from finegrained_kernels.checkpoint.output import check_space, claim, finishing, for_each_shard, one_torch_thread
+from finegrained_kernels.checkpoint.records import DIGESTS, Job, Record, read_job, read_records, source_name
+from finegrained_kernels.checkpoint.stream import (
+    AtomicFile,
+    Fanout,
+    Progress,
+    TensorDigests,
+    copy_file,
+    file_sha256,
+    opened,
+)
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What `restore` did: shards, those an earlier run had restored, and bytes of all of them."""
+
+    shards: int
+    resumed: int
+    nbytes: int
+
+
+def restore(
+    checkpoint: str | Path,
+    destination: str | Path,
+    *,
+    jobs: int = 1,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> RestoreReport:
+    """Write the checkpoint that ``checkpoint`` was compressed from, every file byte for byte as it was.
+
+    Works from tensor names, so that a compressed checkpoint may have been sharded anew since. Each file has its
+    original SHA-256 before it gets its name. Run it again after an interruption to resume.
+
+    Raises:
+        CheckpointError: no digest records, a tensor that is missing or malformed, or a file whose SHA-256 is not the
+            original's: then naming the tensors that are not. No such file is left.
+    """
+    root, destination = Path(checkpoint), Path(destination)
+    job = read_job(root)
+    if job is None:
+        raise CheckpointError(f"{root} has no {DIGESTS}: which bytes its files had before is not known")
+    opened_checkpoint = open_checkpoint(root)
+    raise_faults(opened_checkpoint.faults)
+    records = {record.file: record for record in read_records(root, job)}
+    _check_complete(records.values(), opened_checkpoint.located)
+    files = [*job.shards, *job.rewritten, *job.copied]
+
+    def ours(path: Path) -> bool:
+        names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+        return all(name in files or name.startswith(".incomplete/") for name in names)
+
+    work = claim(destination, root, ours=ours)
+    if not any((destination / shard).exists() for shard in job.shards):
+        check_space(destination, sum(record.nbytes for record in records.values()))
+    restoring = _Restoring(opened_checkpoint, destination, work, device, progress or (lambda _: None))
+    resumed = []
+
+    def handle(shard: str, stop: Event) -> None:
+        record = records[shard]
+        if (destination / shard).exists() and file_sha256(destination / shard) == record.sha256:
+            resumed.append(shard)
+        else:
+            restoring.restore_shard(record, stop)
+
+    with one_torch_thread():
+        for_each_shard(list(job.shards), work, jobs, handle, lambda shard: (destination / shard).exists())
+    with finishing(work) as unfinished:
+        if unfinished:
+            _restore_files(opened_checkpoint, job, destination, work)
+    return RestoreReport(len(job.shards), len(resumed), sum(record.nbytes for record in records.values()))
+
+
+@dataclass(frozen=True)
+class _Restoring:
+    """What restoring any shard needs."""
+
+    checkpoint: Checkpoint
+    destination: Path
+    work: Path
+    device: str
+    progress: Progress
+
+    @cached_property
+    def bundle(self):
+        from finegrained_kernels import load
+
+        return load()
+
+    def restore_shard(self, record: Record, stop: Event) -> None:
+        header = record.source_header()
+        digest = hashlib.sha256()
+        with (
+            TensorReader(self.checkpoint) as reader,
+            AtomicFile(self.destination / record.file, self.work, record.file) as file,
+        ):
+            with Fanout([file.write, digest.update], stop, self.progress) as stream:
+                stream.send(memoryview(header.raw))
+                for run in _runs(header.in_data_order(), self.checkpoint.located, batch_bytes(self.device)):
+                    self._send(run, reader, stream)
+            if digest.hexdigest() != record.sha256:
+                raise CheckpointError(_differing(file.temporary, header, record, stop))
+            file.commit()
+
+    def _send(self, run: list[str], reader: TensorReader, stream: Fanout) -> None:
+        """Send consecutive tensors: stored ones that also lie together here, or compressed ones of one geometry."""
+        if run[0] in self.checkpoint.located:
+            fd, begin, _, shard = reader.place(run[0])
+            _, last, info, _ = reader.place(run[-1])
+            stream.read(fd, begin, last + info.nbytes, shard)
+            return
+        planes = [self.checkpoint.planes[name] for name in run]
+        try:
+            stream.send(decode(self.bundle, planes, reader.read, self.device))
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            shard, _ = self.checkpoint.located[planes[0].tensors[0]]
+            message = f"malformed, or one of the {len(run)} scales decoded with it: {error}"
+            raise CheckpointError([Fault(shard, run[0], message)]) from error
+
+
+def _check_complete(records: Sequence[Record], located: Located) -> None:
+    raise_faults(
+        Fault(record.file, name, "neither it nor its compressed form is in the checkpoint")
+        for record in records
+        for name in record.tensors
+        if name not in located and not (name + FIXED in located and name + EXCEPTIONS in located)
+    )
+
+
+def _runs(order: Sequence[tuple[str, TensorInfo]], located: Located, limit: int) -> Iterator[list[str]]:
+    """Consecutive tensors of a source shard that can be sent in one go; compressed ones up to ``limit`` bytes."""
+    run: list[str] = []
+    size = 0
+    shape: tuple[int, ...] = ()
+    for name, info in order:
+        if run and run[-1] in located and name in located:
+            shard, before = located[run[-1]]
+            joins = located[name][0] == shard and located[name][1].begin == before.end
+        else:
+            compressed = bool(run) and run[-1] not in located and name not in located
+            joins = compressed and info.shape == shape and size + info.nbytes <= limit
+        if not joins and run:
+            yield run
+            run, size = [], 0
+        run.append(name)
+        size, shape = size + info.nbytes, info.shape
+    if run:
+        yield run
+
+
+def _differing(path: Path, header: Header, record: Record, stop: Event) -> list[Fault]:
+    """The tensors of a file that are not what the record says, once the file as a whole is known not to be."""
+    read_header(path, record.file)
+    digests = TensorDigests(header.in_data_order())
+    with opened(path, record.file) as fd, Fanout([digests.update], stop, lambda _: None) as stream:
+        stream.read(fd, header.data_start, header.data_start + header.data_bytes, record.file)
+    message = "has changed since it was compressed: its SHA-256 is not the source's"
+    faults = [
+        Fault(record.file, name, message)
+        for name, digest in digests.digests.items()
+        if record.tensors.get(name) != digest
+    ]
+    return faults or [Fault(record.file, None, f"SHA-256 is not {record.sha256}: its record has changed")]
+
+
+def _restore_files(checkpoint: Checkpoint, job: Job, destination: Path, work: Path) -> None:
+    for name, digest in job.copied.items():
+        _restore_file(checkpoint.metadata_dir / name, name, digest, destination, work)
+    for name, digest in job.rewritten.items():
+        _restore_file(checkpoint.root / source_name(name), name, digest, destination, work)
+
+
+def _restore_file(source: Path, name: str, digest: str, destination: Path, work: Path) -> None:
+    if not source.is_file() or file_sha256(source) != digest:
+        raise CheckpointError([Fault(name, None, f"its copy is missing or has changed: SHA-256 is not {digest}")])
+    copy_file(source, destination / name, work, name)

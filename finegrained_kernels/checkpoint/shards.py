@@ -1,0 +1,152 @@
+"""One shard, from its source to its compressed form.
+
+A shard is read twice: its scale planes first, to know what they compress to and so where everything lies, then all of
+it, once, in chunks, which are hashed and, but for the scales, written. What stays in memory is the compressed scales of
+the shard in hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING
+
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
+from finegrained_kernels.checkpoint.headers import Header, NewTensor, read_header, replace_tensors
+from finegrained_kernels.checkpoint.layouts import CONTAINER_LAYOUT, Checkpoint
+from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane
+from finegrained_kernels.checkpoint.records import Job, Record, read_record
+from finegrained_kernels.checkpoint.stream import (
+    AtomicFile,
+    Fanout,
+    Progress,
+    Splice,
+    TensorDigests,
+    file_sha256,
+    opened,
+    read_exact,
+)
+from finegrained_kernels.checkpoint.wire import SLAB_ROWS, slab_bytes
+
+if TYPE_CHECKING:
+    from finegrained_kernels.checkpoint.codec import Encoded
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """What compressing any shard of a job needs."""
+
+    source: Checkpoint
+    selected: Mapping[str, Plane]
+    job: Job
+    destination: Path
+    work: Path
+    device: str
+    progress: Progress
+
+    @cached_property
+    def bundle(self):
+        from finegrained_kernels import load
+
+        return load()
+
+    def path(self, shard: str) -> Path:
+        return self.destination / self.job.shards[shard]
+
+    def compress(self, shard: str, stop: Event) -> None:
+        """Write a shard and, once it is in place, its record."""
+        header = self.source.headers[shard]
+        source_hash, digests = hashlib.sha256(header.raw), TensorDigests(header.in_data_order())
+        with opened(self.source.root / shard, shard) as fd:
+            before = os.fstat(fd)
+            if os.pread(fd, header.data_start, 0) != header.raw:
+                raise CheckpointError([Fault(shard, None, "its header changed since it was checked")])
+            encoded, dense = self._encode(shard, header, fd)
+            output, parts = self._lay_out(header, encoded)
+            with AtomicFile(self.path(shard), self.work, self.job.shards[shard]) as file:
+                sinks: list[Callable] = [file.write]
+                sums = hashlib.sha256()
+                if self.job.layout == CONTAINER_LAYOUT:
+                    sinks.append(sums.update)
+                splices = [Splice(parts, sink) for sink in sinks]
+                consumers = [source_hash.update, digests.update, *(splice.update for splice in splices)]
+                with Fanout(consumers, stop, self.progress) as stream:
+                    stream.read(fd, header.data_start, header.data_start + header.data_bytes, shard)
+                for splice in splices:
+                    splice.finish()
+                after = os.fstat(fd)
+                if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                    raise CheckpointError([Fault(shard, None, "changed while it was read")])
+                written = read_header(file.temporary, self.job.shards[shard])
+                if written.tensors != output.tensors:
+                    raise CheckpointError([Fault(shard, None, "its compressed form does not read back as written")])
+                file.commit()
+        components = {name: hashlib.sha256(data).hexdigest() for name, data in _components(encoded).items()}
+        Record(
+            file=shard,
+            nbytes=header.data_start + header.data_bytes,
+            sha256=source_hash.hexdigest(),
+            header=header.raw[8:].decode(),
+            tensors=digests.digests,
+            components=components,
+            dense=dense,
+            file_sha256=sums.hexdigest() if self.job.layout == CONTAINER_LAYOUT else None,
+        ).write(self.destination, self.work)
+
+    def is_finished(self, shard: str, stop: Event) -> bool:
+        """Whether an earlier run finished this shard, of this very source, and it is still as it was written."""
+        try:
+            record = read_record(self.destination, shard)
+            header = read_header(self.path(shard), self.job.shards[shard])
+        except CheckpointError:
+            return False
+        digests = TensorDigests(header.in_data_order())
+        with opened(self.path(shard), shard) as fd, Fanout([digests.update], stop, self.progress) as stream:
+            stream.read(fd, header.data_start, header.data_start + header.data_bytes, shard)
+        return (
+            digests.digests == record.expected_tensors()
+            and self.source.headers[shard].raw == record.source_header().raw
+            and file_sha256(self.source.root / shard) == record.sha256
+        )
+
+    def _lay_out(self, header: Header, encoded: Mapping[str, Encoded]) -> tuple[Header, list]:
+        """The header of the compressed shard, and the whole file as ranges of the source's data and new bytes."""
+        replacements = {
+            name: _new_tensors(name, header.tensors[name].shape, planes) for name, planes in encoded.items()
+        }
+        output, parts = replace_tensors(header, replacements)
+        components = _components(encoded)
+        return output, [memoryview(output.raw), *(components.get(part, part) for part in parts)]
+
+    def _encode(self, shard: str, header: Header, fd: int) -> tuple[dict[str, Encoded], dict[str, str]]:
+        planes = {name: self.selected[name] for name, _ in header.in_data_order() if name in self.selected}
+        if not planes:
+            return {}, {}
+        from finegrained_kernels.checkpoint.codec import encode
+
+        def read_into(name: str, view: memoryview) -> None:
+            read_exact(fd, view, header.data_start + header.tensors[name].begin, shard, name)
+
+        return encode(self.bundle, planes, read_into, self.device, shard)
+
+
+def _components(encoded: Mapping[str, Encoded]) -> dict[str, memoryview]:
+    """The tensors that take the compressed scales' place."""
+    return {
+        scale + suffix: data
+        for scale, planes in encoded.items()
+        for suffix, data in zip((FIXED, EXCEPTIONS), planes, strict=True)
+    }
+
+
+def _new_tensors(scale: str, shape: Sequence[int], encoded: Encoded) -> list[NewTensor]:
+    rows, cols = shape
+    return [
+        (scale + FIXED, "U8", (rows // SLAB_ROWS, slab_bytes(cols))),
+        (scale + EXCEPTIONS, "U32", (len(encoded.exceptions) // 4,)),
+    ]

@@ -1,0 +1,263 @@
+"""Scales for engines: a layer's, for some experts and one tensor-parallel rank, from any NVFP4 checkpoint.
+
+Compressed planes are cut in wire form, without decoding: rows in whole 16-row slabs, columns in even counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from finegrained_kernels.checkpoint.config import marked_layers
+from finegrained_kernels.checkpoint.contents import TensorReader
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
+from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint, open_checkpoint
+from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane, layer_number
+from finegrained_kernels.checkpoint.wire import (
+    MAX_BASE,
+    POSITION_BITS,
+    POSITION_MASK,
+    SLAB_ROWS,
+    Wire,
+    slab_bytes,
+    words_in_rows,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
+GATE_UP = "gate_up_proj"
+ORDERS = {"gate_up": (GATE, UP), "up_gate": (UP, GATE)}
+"""What the stacked projection's rows are, from the top."""
+
+
+class _Cut(NamedTuple):
+    """The rows and columns of each plane that one rank holds."""
+
+    rows: range
+    cols: range
+
+
+def load_layer_scales(
+    checkpoint: str | Path | Checkpoint,
+    layer: int | str,
+    projection: str,
+    *,
+    experts: Iterable[int] | None = None,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    device: torch.device | str = "cpu",
+    order: str | None = None,
+):
+    """Scales of one projection of a layer's experts, ready for kernels.
+
+    Args:
+        checkpoint: a directory, or what `open_checkpoint` returned, which spares reading the headers again. Of either
+            layout; scales that are dense in it are compressed now, on ``device``.
+        layer: its number; or the module, as ``model.layers.3.mlp.experts``, where a number is ambiguous.
+        projection: "gate_proj", "up_proj", "down_proj", or "gate_up_proj" for both stacked.
+        experts: which, in this order; None for all.
+        tp_rank, tp_size: the slice to take. Gate and up are cut by rows, down by columns, as the weights are.
+        device: where to put the result.
+        order: for "gate_up_proj", and only there: "gate_up" is `[gate; up]`, "up_gate" is `[up; gate]`.
+
+    Returns:
+        The bundle's `NVFP4CSFScales` of `E` planes: `[I / tp_size, H / 16]` for gate and up, twice the rows for both
+        (each half cut by itself, then stacked), `[H, I / 16 / tp_size]` for down. It has no second-level scales: gate
+        and up may have different ones, see `load_layer_globals`.
+
+    Raises:
+        CheckpointError: nothing of that name, a size that cannot be cut (naming those that can), malformed or unmarked
+            compressed scales. Names shard and tensor.
+    """
+    import torch
+
+    from finegrained_kernels import load
+
+    checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
+    if tp_size < 1 or not 0 <= tp_rank < tp_size:
+        raise CheckpointError(f"tp_rank must be from 0 to tp_size - 1, got {tp_rank} of {tp_size}")
+    bundle = load()
+    with TensorReader(checkpoint) as reader:
+        wires = [
+            _read_wire(bundle, checkpoint, reader, planes, _cut(name, planes, tp_rank, tp_size), device)
+            for name, planes in wanted
+        ]
+    wire = wires[0].stack(wires[1]) if len(wires) == 2 else wires[0]
+    if wire.rows * wire.cols > 1 << POSITION_BITS:
+        message = f"{wire.rows} x {wire.cols} stacked is more than 2^{POSITION_BITS} bytes: load the halves apart"
+        raise CheckpointError(f"layer {layer}: {projection}: {message}")
+    words = wire.words.to(torch.int32).to(device).split(wire.counts.tolist())
+    return bundle.prepare_nvfp4_csf_scales(wire.fixed.to(device), words, num_rows=wire.rows, num_cols=wire.cols)
+
+
+def load_layer_globals(
+    checkpoint: str | Path | Checkpoint,
+    layer: int | str,
+    projection: str,
+    *,
+    experts: Iterable[int] | None = None,
+    device: torch.device | str = "cpu",
+    order: str | None = None,
+) -> torch.Tensor:
+    """Second-level scales of the same projection, as multipliers: float32 `[E]`, or `[E, 2]` for "gate_up_proj".
+
+    The columns of `[E, 2]` are in ``order``. compressed-tensors stores divisors: their reciprocals are returned,
+    rounded once to float32. Other arguments and errors are those of `load_layer_scales`.
+    """
+    import torch
+
+    checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
+    columns = []
+    with TensorReader(checkpoint) as reader:
+        for _, planes in wanted:
+            data = b"".join(reader.read(plane.global_scale) for plane in planes)
+            stored = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            divisors = torch.tensor([plane.global_scale_divides for plane in planes])
+            columns.append(torch.where(divisors, 1 / stored, stored))
+    return (columns[0] if len(columns) == 1 else torch.stack(columns, dim=1)).to(device)
+
+
+def _find(
+    checkpoint: str | Path | Checkpoint,
+    layer: int | str,
+    projection: str,
+    experts: Iterable[int] | None,
+    order: str | None,
+) -> tuple[Checkpoint, list[tuple[str, list[Plane]]]]:
+    """The planes of every projection wanted, in the order wanted."""
+    if projection == GATE_UP:
+        if order not in ORDERS:
+            raise CheckpointError(f"{GATE_UP} needs an order, one of {', '.join(ORDERS)}; got {order!r}")
+        projections = ORDERS[order]
+    elif projection in (GATE, UP, DOWN):
+        if order is not None:
+            raise CheckpointError(f"order is for {GATE_UP}, got {order!r} with {projection}")
+        projections = (projection,)
+    else:
+        raise CheckpointError(f"projection must be {GATE}, {UP}, {DOWN} or {GATE_UP}, got {projection!r}")
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
+    raise_faults(checkpoint.faults)
+    module, found = _layer_planes(checkpoint, layer)
+    if experts is None:
+        experts = range(1 + max(expert for expert, _ in found))
+    experts = list(experts)
+    if not experts:
+        raise CheckpointError(f"{module}: experts must name at least one")
+    wanted = []
+    for name in projections:
+        missing = [expert for expert in experts if (expert, name) not in found]
+        if missing:
+            raise CheckpointError(f"{module}: no NVFP4 scales for {name} of experts {missing}")
+        wanted.append((name, [found[expert, name] for expert in experts]))
+    if any(plane.compressed for _, planes in wanted for plane in planes):
+        marked, faults = marked_layers(checkpoint.config)
+        raise_faults(faults)
+        if module not in marked:
+            raise CheckpointError([Fault(CONFIG, module, "has compressed scales, but is not marked as compressed")])
+    return checkpoint, wanted
+
+
+def _layer_planes(checkpoint: Checkpoint, layer: int | str) -> tuple[str, dict[tuple[int, str], Plane]]:
+    matching = [module for module in checkpoint.experts if layer in (module, layer_number(module))]
+    if len(matching) != 1:
+        found = ", ".join(matching) or "no layer of NVFP4 experts"
+        raise CheckpointError(f"layer {layer!r} of {checkpoint.root} means {found}: name one module")
+    return matching[0], checkpoint.experts[matching[0]]
+
+
+def _cut(projection: str, planes: Sequence[Plane], tp_rank: int, tp_size: int) -> _Cut:
+    rows, cols = planes[0].rows, planes[0].cols
+    for plane in planes:
+        if (plane.rows, plane.cols) != (rows, cols):
+            raise CheckpointError(f"{plane.name}: {plane.rows} x {plane.cols}, but {planes[0].name}: {rows} x {cols}")
+    extent, unit, what = (cols, 2, "columns") if projection == DOWN else (rows, SLAB_ROWS, "rows")
+    units = extent // unit
+    if extent % unit or units % tp_size:
+        sizes = [size for size in range(1, units + 1) if units % size == 0 and extent % unit == 0]
+        message = f"{extent} {what} cannot be cut into {tp_size} parts of a multiple of {unit}"
+        raise CheckpointError(f"{planes[0].name}: {message}; tp_size can be {', '.join(map(str, sizes)) or 'none'}")
+    part = range(tp_rank * extent // tp_size, (tp_rank + 1) * extent // tp_size)
+    return _Cut(range(rows), part) if projection == DOWN else _Cut(part, range(cols))
+
+
+def _read_wire(
+    bundle, checkpoint: Checkpoint, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str
+) -> Wire:
+    """The slices of all planes, in order, whether compressed or not."""
+    import torch
+
+    compressed = [i for i, plane in enumerate(planes) if plane.compressed]
+    dense = [i for i, plane in enumerate(planes) if not plane.compressed]
+    parts = []
+    if compressed:
+        parts.append(_read_compressed(checkpoint, reader, [planes[i] for i in compressed], cut))
+    if dense:
+        parts.append(_compress(bundle, reader, [planes[i] for i in dense], cut, device))
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.tensor(compressed + dense).argsort()
+    words = [words for part in parts for words in part.words.split(part.counts.tolist())]
+    return parts[0]._replace(
+        fixed=torch.cat([part.fixed for part in parts])[order],
+        words=torch.cat([words[i] for i in order.tolist()]),
+        counts=torch.cat([part.counts for part in parts])[order],
+    )
+
+
+def _read_compressed(checkpoint: Checkpoint, reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> Wire:
+    """Read the slabs of the rows that are wanted, and all exceptions, since they have no index."""
+    import torch
+
+    rows, cols = planes[0].rows, planes[0].cols
+    begin, end = (row // SLAB_ROWS * slab_bytes(cols) for row in (cut.rows.start, cut.rows.stop))
+    fixed = memoryview(bytearray(len(planes) * (end - begin)))
+    data = bytearray()
+    for i, plane in enumerate(planes):
+        reader.read_into(plane.tensors[0], fixed[i * (end - begin) : (i + 1) * (end - begin)], begin)
+        data += reader.read(plane.tensors[1])
+    counts = torch.tensor([checkpoint.located[plane.tensors[1]][1].nbytes // 4 for plane in planes])
+    words = torch.frombuffer(data, dtype=torch.int32).to(torch.int64) if data else torch.empty(0, dtype=torch.int64)
+    words &= 0xFFFFFFFF
+
+    position = words & POSITION_MASK
+    plane_of = torch.repeat_interleave(torch.arange(len(planes)), counts)
+    keys = position + plane_of * rows * cols
+    wrong = position >= rows * cols
+    wrong[1:] |= keys[1:] <= keys[:-1]
+    if wrong.any():  # what is cut away would hide it from the bundle's own check
+        name = planes[int(plane_of[wrong.nonzero()[0]])].name + EXCEPTIONS
+        message = f"exceptions are out of order, or beyond a plane of {rows} x {cols}"
+        raise CheckpointError([Fault(checkpoint.located[name][0], name, message)])
+
+    stream = torch.frombuffer(fixed, dtype=torch.uint8).view(len(planes), -1)
+    bases = stream.view(len(planes), -1, slab_bytes(cols))[:, :, :SLAB_ROWS]
+    if (bases > MAX_BASE).any():
+        name = planes[int((bases > MAX_BASE).nonzero()[0, 0])].name + FIXED
+        raise CheckpointError([Fault(checkpoint.located[name][0], name, f"a base is above {MAX_BASE}")])
+
+    words, counts = words_in_rows(words, counts, cols, cut.rows)
+    wire = Wire(stream, words, counts, len(cut.rows), cols)
+    return wire if len(cut.cols) == cols else wire.cut_cols(cut.cols.start, cut.cols.stop)
+
+
+def _compress(bundle, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str) -> Wire:
+    import torch
+
+    cols = planes[0].cols
+    size = len(cut.rows) * cols
+    data = memoryview(bytearray(len(planes) * size))
+    for i, plane in enumerate(planes):
+        reader.read_into(plane.name, data[i * size : (i + 1) * size], cut.rows.start * cols)
+    dense = torch.frombuffer(data, dtype=torch.uint8).view(len(planes), len(cut.rows), cols)
+    dense = dense[:, :, cut.cols.start : cut.cols.stop].to(device)
+    try:
+        fixed, exceptions = bundle.compress_nvfp4_csf_scales(dense)
+    except ValueError as error:
+        raise CheckpointError(f"{planes[0].name}: {error}") from error
+    counts = torch.tensor([words.numel() for words in exceptions])
+    words = torch.cat([words.view(torch.int32) for words in exceptions]).cpu().to(torch.int64) & 0xFFFFFFFF
+    return Wire(fixed.cpu(), words, counts, len(cut.rows), len(cut.cols))

@@ -1,0 +1,279 @@
+"""Bytes from file to consumers in bounded memory, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Event
+
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
+from finegrained_kernels.checkpoint.headers import TensorInfo
+
+CHUNK_BYTES = 4 << 20
+_BUFFERS = 3
+
+Progress = Callable[[int], None]
+"""Told of bytes as they are done."""
+
+
+class Stopped(Exception):
+    """Another thread failed, or the user interrupted: this one gives up."""
+
+
+def read_exact(fd: int, view: memoryview, offset: int, file: str, tensor: str) -> None:
+    """Fill ``view`` with the file's bytes from ``offset`` on; ``file`` and ``tensor`` are for the message."""
+    while len(view):
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            raise CheckpointError([Fault(file, tensor, f"cut short: the file ends at byte {offset}")])
+        view, offset = view[count:], offset + count
+
+
+class Fanout:
+    """A stream of bytes that every consumer gets in order, in chunks, each consumer on a thread of its own.
+
+    Hashing, comparing and writing release the interpreter's lock, so that they overlap with each other and with
+    reading. A consumer must be done with a chunk when it returns: buffers are used again.
+    """
+
+    def __init__(self, consumers: Iterable[Callable[[memoryview], object]], stop: Event, progress: Progress) -> None:
+        self._consumers = list(consumers)
+        self._stop, self._progress = stop, progress
+        self._buffers = deque(memoryview(bytearray(CHUNK_BYTES)) for _ in range(_BUFFERS))
+        self._pending: deque[list[Future]] = deque()
+        self._filled = 0
+
+    def __enter__(self) -> Fanout:
+        self._stack = ExitStack()
+        self._lanes = [self._stack.enter_context(ThreadPoolExecutor(1)) for _ in self._consumers]
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with self._stack:
+            if kind is None:
+                self._flush()
+                while self._pending:
+                    self._wait()
+
+    def read(self, fd: int, begin: int, end: int, name: str) -> None:
+        """Send bytes ``begin`` to ``end`` of a file, called ``name`` in messages."""
+        while begin < end:
+            space = self._buffers[0][self._filled : self._filled + end - begin]
+            count = os.preadv(fd, [space], begin)
+            if count == 0:
+                raise CheckpointError([Fault(name, None, f"ends at byte {begin}, expected {end} or more")])
+            begin += count
+            self._advance(count)
+
+    def send(self, data: memoryview) -> None:
+        """Send bytes from memory."""
+        while len(data):
+            count = min(len(data), CHUNK_BYTES - self._filled)
+            self._buffers[0][self._filled : self._filled + count] = data[:count]
+            data = data[count:]
+            self._advance(count)
+
+    def _advance(self, count: int) -> None:
+        self._filled += count
+        if self._filled == CHUNK_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._stop.is_set():
+            raise Stopped
+        chunk = self._buffers[0][: self._filled]
+        lanes = zip(self._lanes, self._consumers, strict=True)
+        self._pending.append([lane.submit(take, chunk) for lane, take in lanes])
+        self._buffers.rotate(-1)
+        if len(self._pending) == _BUFFERS:
+            self._wait()
+        self._progress(self._filled)
+        self._filled = 0
+
+    def _wait(self) -> None:
+        for future in self._pending.popleft():
+            future.result()
+
+
+class TensorDigests:
+    """SHA-256 of every tensor of a stream that carries a shard's data from its first byte to its last."""
+
+    def __init__(self, tensors: Sequence[tuple[str, TensorInfo]]) -> None:
+        """``tensors`` in data order."""
+        self.digests: dict[str, str] = {}
+        self._tensors = iter(tensors)
+        self._position = 0
+        self._next()
+
+    def update(self, chunk: memoryview) -> None:
+        start, end = self._position, self._position + len(chunk)
+        self._position = end
+        while self._name is not None and self._end <= end:
+            self._hash.update(chunk[max(self._begin - start, 0) : self._end - start])
+            self._next()
+        if self._name is not None and self._begin < end:
+            self._hash.update(chunk[max(self._begin - start, 0) :])
+
+    def _next(self) -> None:
+        if getattr(self, "_name", None) is not None:
+            self.digests[self._name] = self._hash.hexdigest()
+        self._name, info = next(self._tensors, (None, None))
+        while info is not None and info.nbytes == 0:
+            self.digests[self._name] = hashlib.sha256().hexdigest()
+            self._name, info = next(self._tensors, (None, None))
+        if info is not None:
+            self._begin, self._end = info.begin, info.end
+            self._hash = hashlib.sha256()
+
+
+class Splice:
+    """Makes one stream of another: ranges of the source, in increasing order, with other bytes between them."""
+
+    def __init__(self, parts: Sequence[tuple[int, int] | memoryview], sink: Callable[[memoryview], object]) -> None:
+        """``parts``, in order: ``(begin, end)`` ranges of the source, and bytes. ``sink`` takes the new stream."""
+        self._parts = deque(parts)
+        self._sink = sink
+        self._position = 0
+
+    def update(self, chunk: memoryview) -> None:
+        start, end = self._position, self._position + len(chunk)
+        self._position = end
+        while self._parts:
+            part = self._parts[0]
+            if not isinstance(part, tuple):
+                self._sink(part)
+            elif part[0] >= end:
+                return
+            else:
+                self._sink(chunk[max(part[0] - start, 0) : part[1] - start])
+                if part[1] > end:
+                    return
+            self._parts.popleft()
+
+    def finish(self) -> None:
+        """Send what comes after the source's last range."""
+        while self._parts:
+            self._sink(self._parts.popleft())
+
+
+class AtomicFile:
+    """A file written under a name in ``work``, and moved to ``path`` by `commit` once its bytes are on disk."""
+
+    def __init__(self, path: Path, work: Path, name: str) -> None:
+        self._path, self._name = path, name
+        self._temporary = work / (name.replace("%", "%25").replace("/", "%2F") + ".tmp")
+
+    def __enter__(self) -> AtomicFile:
+        with _named(self._name):
+            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+        self._temporary.unlink(missing_ok=True)
+
+    def write(self, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        with _named(self._name):
+            while len(view):
+                view = view[os.write(self._fd, view) :]
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        with _named(self._name):
+            while len(data):
+                count = os.pwrite(self._fd, data, offset)
+                data, offset = data[count:], offset + count
+
+    @property
+    def temporary(self) -> Path:
+        return self._temporary
+
+    def commit(self) -> None:
+        with _named(self._name):
+            os.fsync(self._fd)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(self._temporary, self._path)
+            sync_directory(self._path.parent)
+
+
+def write_file(path: Path, data: bytes, work: Path, name: str) -> None:
+    """Replace the file at ``path`` as a whole."""
+    with AtomicFile(path, work, name) as file:
+        file.write(data)
+        file.commit()
+
+
+def copy_file(source: Path, path: Path, work: Path, name: str) -> str:
+    """Copy a file of any size as a whole; return its SHA-256."""
+    digest = hashlib.sha256()
+    with open(source, "rb") as file, AtomicFile(path, work, name) as copy:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            copy.write(chunk)
+        copy.commit()
+    return digest.hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def opened(path: Path, name: str) -> Iterator[int]:
+    """A descriptor to read the file at ``path``, called ``name`` in messages."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError([Fault(name, None, f"cannot be read: {error.strerror}")]) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold a lock that ends with this process, however it ends.
+
+    Yields False without it: another process has it and ``wait`` is false, or has removed it, being done.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        got = path.exists() and os.path.samestat(os.fstat(fd), path.stat())
+    except BlockingIOError:
+        got = False
+    try:
+        yield got
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError([Fault(name, None, f"cannot be written: {error.strerror}")]) from error

@@ -1,0 +1,187 @@
+"""`verify`: is a compressed checkpoint whole, consistent and exact?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from finegrained_kernels.checkpoint.config import marked_layers
+from finegrained_kernels.checkpoint.contents import ContentCheck
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
+from finegrained_kernels.checkpoint.layouts import CONFIG, CONTAINER_LAYOUT, SUMS, Checkpoint, open_checkpoint
+from finegrained_kernels.checkpoint.output import WORK, one_torch_thread, run_shards
+from finegrained_kernels.checkpoint.records import DIGESTS, Job, Record, read_job, read_record, source_name
+from finegrained_kernels.checkpoint.stream import Progress, file_sha256
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was checked, and every fault: no fault means that the checkpoint is good as far as ``has_digests`` goes.
+
+    Without digests (another program wrote the checkpoint) structure, pairing, config and decoding are checked, but
+    bytes that changed within the rules are only found by comparing with the source.
+    """
+
+    faults: list[Fault]
+    shards: int
+    tensors: int
+    planes: int
+    has_digests: bool
+    compared: bool
+
+
+def verify(
+    checkpoint: str | Path,
+    *,
+    against: str | Path | None = None,
+    jobs: int = 1,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check a compressed checkpoint of either layout: structure, digests, pairing, config, and every plane decoded.
+
+    ``against`` names the uncompressed source to compare with, bit for bit. Faults are collected, not raised; each
+    names shard and tensor.
+
+    Raises:
+        CheckpointError: ``against`` is not a sound checkpoint.
+    """
+    root = Path(checkpoint)
+    faults: list[Fault] = []
+    source = None
+    if against is not None:
+        source = open_checkpoint(against)
+        raise_faults(source.faults)
+    try:
+        opened = open_checkpoint(root, faults=faults)
+    except CheckpointError as error:
+        own = error.faults or [Fault(".", None, str(error))]
+        return VerifyReport(faults + own + _unfinished(root), 0, 0, 0, False, False)
+
+    faults += _unfinished(root)
+    damaged = {fault.file for fault in faults}
+    faults += [fault for fault in opened.faults if not _follows_from(fault, damaged)]
+    faults += _config_faults(opened)
+    job, records, more = _read_records(root)
+    faults += more
+    check = ContentCheck(
+        checkpoint=opened,
+        expected={name: digest for record in records for name, digest in record.expected_tensors().items()},
+        decoded={name: digest for record in records for name, digest in record.tensors.items()},
+        file_digests={path: digest for path, digest in _read_sums(opened, faults).items() if path in opened.headers},
+        source=source,
+        device=device,
+        progress=progress or (lambda _: None),
+    )
+    if job is not None:
+        faults += _file_faults(opened, job)
+        faults += _missing(check, [record for record in records if job.shards[record.file] not in damaged], job)
+    if source is not None:
+        faults += _structure_differences(opened, source, damaged)
+    with one_torch_thread():
+        run_shards(list(opened.headers), jobs, check.check_shard)
+    faults += check.faults
+    compressed = sum(plane.compressed for plane in opened.planes.values())
+    return VerifyReport(
+        faults, len(opened.headers), len(opened.located), compressed, job is not None, source is not None
+    )
+
+
+def _unfinished(root: Path) -> list[Fault]:
+    message = "compress was interrupted: run it again with the same arguments"
+    return [Fault(WORK, None, message)] if (root / WORK).exists() else []
+
+
+def _follows_from(fault: Fault, damaged: set[str]) -> bool:
+    """Whether a fault only repeats that a damaged shard's tensors are not to be had."""
+    return any(f"said to be in {shard}," in fault.message for shard in damaged)
+
+
+def _config_faults(checkpoint: Checkpoint) -> Iterator[Fault]:
+    if checkpoint.config is None:
+        yield Fault(CONFIG, None, "does not exist")
+        return
+    marked, faults = marked_layers(checkpoint.config)
+    yield from faults
+    compressed = {plane.layer_module for plane in checkpoint.planes.values() if plane.compressed}
+    for module in sorted(compressed - marked):
+        yield Fault(CONFIG, module, "has compressed scales, but is not marked as compressed")
+    for module in sorted(marked - compressed):
+        yield Fault(CONFIG, module, "is marked as compressed, but has no compressed scale")
+
+
+def _read_records(root: Path) -> tuple[Job | None, list[Record], list[Fault]]:
+    records, faults = [], []
+    try:
+        job = read_job(root)
+    except CheckpointError as error:
+        return None, [], error.faults
+    for shard in job.shards if job is not None else ():
+        try:
+            records.append(read_record(root, shard))
+        except CheckpointError as error:
+            faults += error.faults
+    return job, records, faults
+
+
+def _read_sums(checkpoint: Checkpoint, faults: list[Fault]) -> dict[str, str]:
+    """The container's SHA256SUMS; other files than shards are checked here."""
+    if checkpoint.layout.kind != CONTAINER_LAYOUT:
+        return {}
+    try:
+        lines = (checkpoint.root / SUMS).read_text().splitlines()
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except (OSError, ValueError) as error:
+        faults.append(Fault(SUMS, None, f"cannot be read: {error}"))
+        return {}
+    faults += [Fault(SUMS, None, f"does not list {shard}") for shard in checkpoint.headers if shard not in sums]
+    for name, digest in sums.items():
+        if name not in checkpoint.headers:
+            faults += _digest_fault(checkpoint.root / name, name, digest)
+    return sums
+
+
+def _file_faults(checkpoint: Checkpoint, job: Job) -> Iterator[Fault]:
+    for name, digest in job.copied.items():
+        yield from _digest_fault(checkpoint.metadata_dir / name, name, digest)
+    for name, digest in job.rewritten.items():
+        yield from _digest_fault(checkpoint.root / source_name(name), source_name(name), digest)
+
+
+def _digest_fault(path: Path, name: str, digest: str) -> list[Fault]:
+    if not path.is_file():
+        return [Fault(name, None, "does not exist")]
+    return [] if file_sha256(path) == digest else [Fault(name, None, f"has changed: SHA-256 is not {digest}")]
+
+
+def _missing(check: ContentCheck, records: list[Record], job: Job) -> Iterator[Fault]:
+    """Tensors that the records know of and no shard has, and the other way round."""
+    located = check.checkpoint.located
+    for record in records:
+        for name in record.expected_tensors().keys() - located.keys():
+            yield Fault(job.shards[record.file], name, f"missing: {DIGESTS} records it")
+    if len(records) == len(job.shards):
+        for name in located.keys() - check.expected.keys():
+            yield Fault(located[name][0], name, f"unexpected: {DIGESTS} does not record it")
+
+
+def _structure_differences(checkpoint: Checkpoint, source: Checkpoint, damaged: set[str]) -> Iterator[Fault]:
+    """Names, dtypes, shapes and metadata that differ from the source's."""
+    located = checkpoint.located
+    compressed = {name for name, plane in checkpoint.planes.items() if plane.compressed}
+    components = {tensor for name in compressed for tensor in checkpoint.planes[name].tensors}
+    for name, (shard, info) in source.located.items():
+        if name in compressed or shard in damaged:
+            continue
+        if name not in located:
+            yield Fault(shard, name, "is in the source, and missing here")
+        elif located[name][1][:2] != info[:2]:
+            here = located[name][1]
+            message = f"{here.dtype} {list(here.shape)}, in the source {info.dtype} {list(info.shape)}"
+            yield Fault(located[name][0], name, message)
+    for name in located.keys() - source.located.keys() - components:
+        yield Fault(located[name][0], name, "is not in the source")
+    for shard, header in checkpoint.headers.items():
+        if shard in source.headers and header.metadata != source.headers[shard].metadata:
+            yield Fault(shard, None, "its metadata differs from the source's")

@@ -1,0 +1,189 @@
+"""The numeric kit of the CSF tests: exact comparison, planes with a known compressed form, and an oracle.
+
+The oracle is numpy, written from docs/format.md alone. The bundle carries another one, in plain Python
+(``csf/reference.py``); tests hold the two against each other before they trust either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WINDOW = 16
+NUM_BASES = 241
+POISON = 0xA5
+
+
+def to_numpy(data: torch.Tensor | np.ndarray | bytes) -> np.ndarray:
+    """Bytes as uint8, words as uint32, whatever tensor they come in."""
+    if isinstance(data, bytes):
+        return np.frombuffer(data, np.uint8)
+    if isinstance(data, torch.Tensor):
+        if data.element_size() == 1:
+            return data.detach().cpu().contiguous().view(torch.uint8).numpy()
+        return data.detach().cpu().contiguous().view(torch.int32).numpy().view(np.uint32)
+    return data
+
+
+def assert_same(
+    actual: torch.Tensor | np.ndarray | bytes, expected: torch.Tensor | np.ndarray | bytes, name: str
+) -> None:
+    """Equal in shape and in every bit; otherwise say where the first difference is, what was expected, and how many."""
+    actual, expected = to_numpy(actual), to_numpy(expected)
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
+    differs = np.argwhere(actual != expected)
+    if len(differs):
+        at = tuple(int(i) for i in differs[0])
+        raise AssertionError(
+            f"{name}: {len(differs)} of {actual.size} differ, the first at {at}: "
+            f"{int(actual[at]):#04x}, expected {int(expected[at]):#04x}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Planes `[E, R, C]` and their compressed form: `fixed` uint8 `[E, bytes]`, `words` uint32, one array a plane."""
+
+    planes: torch.Tensor
+    fixed: torch.Tensor
+    words: list[torch.Tensor]
+
+    def to(self, device: str) -> Stack:
+        return Stack(self.planes.to(device), self.fixed.to(device), [words.to(device) for words in self.words])
+
+    @property
+    def geometry(self) -> dict[str, int]:
+        return {"num_rows": self.planes.shape[1], "num_cols": self.planes.shape[2]}
+
+
+def make_stack(num_exceptions: list[int], num_rows: int, num_cols: int, seed: int) -> Stack:
+    """Random planes with exactly `num_exceptions[e]` exceptions each, compressed by the way they are made.
+
+    A row with x exceptions holds x + 1 bytes `base` and x + 1 bytes `base + 15`. Every other window loses one of these
+    groups, and gains x bytes at most: `base` is the only best one. So a row has at most (C - 2) // 3 exceptions.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (len(num_exceptions), num_rows, num_cols)
+    row_limit = (num_cols - 2) // 3
+    per_row = np.zeros(shape[:2], np.int64)
+    for plane, count in enumerate(num_exceptions):
+        slots = rng.permutation(num_rows * row_limit)[:count]
+        assert len(slots) == count, f"{num_rows} rows of {num_cols} hold at most {num_rows * row_limit} exceptions"
+        per_row[plane] = np.bincount(slots % num_rows, minlength=num_rows)
+    bases = rng.integers(0, NUM_BASES, shape[:2], np.uint8)
+    codes = rng.integers(0, WINDOW, shape, np.uint8)
+    rank = rng.random(shape, np.float32).argsort(-1).argsort(-1)
+    x = per_row[:, :, None]
+    codes[rank < 3 * x + 2] = WINDOW - 1
+    codes[rank < 2 * x + 1] = 0
+    values = codes + bases[:, :, None]
+    outside = rank < x
+    below = rng.integers(0, 256 - WINDOW, shape, np.uint8)
+    values[outside] = (below + WINDOW * (below >= bases[:, :, None]))[outside]
+    words = [wire_words(plane, mask) for plane, mask in zip(values, outside, strict=True)]
+    fixed = wire_fixed(bases, codes)
+    return Stack(torch.from_numpy(values), torch.from_numpy(fixed), [torch.from_numpy(word) for word in words])
+
+
+def wire_fixed(bases: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Fixed streams `[E, bytes]` of `bases [E, R]` and `codes [E, R, C]`."""
+    num_planes, num_rows, num_cols = codes.shape
+    pairs = codes[:, :, 0::2] + WINDOW * codes[:, :, 1::2]
+    slabs = num_planes, num_rows // 16
+    fixed = np.concatenate([bases.reshape(*slabs, 16), pairs.reshape(*slabs, 16 * (num_cols // 2))], axis=2)
+    return fixed.reshape(num_planes, -1).astype(np.uint8)
+
+
+def wire_words(plane: np.ndarray, outside: np.ndarray) -> np.ndarray:
+    """Exception words uint32 of the bytes of `plane [R, C]` where `outside` holds."""
+    (position,) = outside.ravel().nonzero()
+    return plane.ravel()[position].astype(np.uint32) * np.uint32(1 << 24) + position.astype(np.uint32)
+
+
+def oracle_encode(plane: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Fixed stream uint8 `[bytes]` and exception words uint32 `[X]` of a plane `[R, C]`: docs/format.md, "Encoding"."""
+    values = to_numpy(plane)
+    # As bytes, values below a base wrap round to 16 or more, since no base is above 240.
+    columns = np.ascontiguousarray(values.T)
+    coverage = [(columns - np.uint8(base) < WINDOW).sum(0, dtype=np.uint32) for base in range(NUM_BASES)]
+    bases = np.argmax(coverage, axis=0)[:, None]  # argmax gives the first of equals
+    codes = values.astype(np.int64) - bases
+    outside = (codes < 0) | (codes >= WINDOW)
+    codes[outside] = 0
+    return wire_fixed(bases[None, :, 0], codes[None])[0], wire_words(values, outside)
+
+
+def oracle_decode(fixed: np.ndarray, words: np.ndarray, num_rows: int, num_cols: int) -> np.ndarray:
+    """Plane uint8 `[R, C]`; `ValueError` for what the format rejects (docs/format.md, "Decoding" and "Rejected")."""
+    if num_rows % 16 or num_rows < 16 or num_cols % 2 or num_cols < 2 or num_rows * num_cols > 1 << 24:
+        raise ValueError("geometry")
+    if fixed.size != num_rows + num_rows * num_cols // 2:
+        raise ValueError("length")
+    slabs = fixed.reshape(num_rows // 16, -1)
+    bases, pairs = slabs[:, :16].reshape(num_rows, 1), slabs[:, 16:].reshape(num_rows, -1)
+    if bases.max() > 240:
+        raise ValueError("base")
+    values, positions = words // np.uint32(1 << 24), (words % np.uint32(1 << 24)).astype(np.int64)
+    if np.any(positions >= num_rows * num_cols):
+        raise ValueError("position beyond the plane")
+    if np.any(np.diff(positions) <= 0):
+        raise ValueError("positions not increasing")
+    plane = np.empty((num_rows, num_cols), np.uint8)
+    plane[:, 0::2] = bases + pairs % WINDOW
+    plane[:, 1::2] = bases + pairs // WINDOW
+    plane.ravel()[positions] = values
+    return plane
+
+
+def oracle_swizzle(planes: torch.Tensor) -> np.ndarray:
+    """Planes `[E, R, C]` as block-scaled MMA reads them, zero-padded to tiles of 128 x 4: uint8 `[E, bytes]`.
+
+    In its tile of 512 bytes, row r and column c are at `(r % 32) * 16 + (r // 32) * 4 + c`.
+    """
+    values = to_numpy(planes)
+    num_planes, num_rows, num_cols = values.shape
+    row, col = np.mgrid[:num_rows, :num_cols]
+    row_tiles, col_tiles = -(-num_rows // 128), -(-num_cols // 4)
+    tile = row // 128 * col_tiles + col // 4
+    swizzled = np.zeros((num_planes, row_tiles * col_tiles * 512), np.uint8)
+    swizzled[:, tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4] = values
+    return swizzled
+
+
+def words_tensor(words: list[int], device: str = "cpu") -> torch.Tensor:
+    return torch.from_numpy(np.array(words, np.uint32)).to(device)
+
+
+def bytes_tensor(data: bytes, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8, device=device)
+
+
+def check_wire(actual: tuple, fixed: torch.Tensor, words: list[torch.Tensor]) -> None:
+    assert_same(actual[0], fixed, "fixed")
+    assert len(actual[1]) == len(words)
+    for plane, (own, expected) in enumerate(zip(actual[1], words, strict=True)):
+        assert own.dtype == torch.uint32 and own.dim() == 1
+        assert_same(own, expected, f"exceptions[{plane}]")
+
+
+def check_decode(bundle: ModuleType, stack: Stack):
+    """Prepare the stack's wire form and decode it: its planes, and the same wire form again."""
+    scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry)
+    assert scales.shape == tuple(stack.planes.shape)
+    decoded = bundle.decompress_nvfp4_csf_scales(scales)
+    assert decoded.dtype == torch.float8_e4m3fn and decoded.device == stack.planes.device
+    assert_same(decoded, stack.planes, "decoded")
+    check_wire(scales.to_wire(), stack.fixed, stack.words)
+    return scales
+
+
+def check_codec(bundle: ModuleType, stack: Stack):
+    """The encoder gives exactly the stack's wire form, and that decodes to its planes."""
+    check_wire(bundle.compress_nvfp4_csf_scales(stack.planes), stack.fixed, stack.words)
+    return check_decode(bundle, stack)

@@ -1,0 +1,112 @@
+"""The Triton kernels of the codec, run by Triton's interpreter on CPU tensors, against the oracle.
+
+Triton decides on import whether it interprets, so the cases run in one process of their own, this file as a script,
+and each test reads its case's outcome.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from numeric import POISON, assert_same, make_stack, oracle_encode, oracle_swizzle, to_numpy
+
+GUARD = 64
+DECODE_GEOMETRIES = [(2, 32, 40), (3, 48, 22), (2, 16, 2), (2, 144, 8)]
+STARTS = {"every plane": None, "second": [0, 0, 4, 4], "none": [2, 2, 2, 2], "first, long": [0, 1, 1, 1, 0, 9]}
+ENCODE_SHAPES = {"whole words": (1, 16, 40), "half a word left": (2, 48, 22), "several chunks": (1, 16, 300)}
+SCATTERED_SHAPES = {"pairs": (2, 16, 2), "few columns": (1, 16, 6)}
+
+
+def decode_case(bundle: ModuleType, geometry: tuple[int, int, int], starts: list[int] | None, swizzled: bool) -> None:
+    """Decode at an aligned and at two unaligned addresses; the planes that are not active, and the guards, stay."""
+    launch = importlib.import_module(f"{bundle.__name__}.csf.decode_triton").launch_decode
+    num_planes, num_rows, num_cols = geometry
+    stack = make_stack([num_rows * ((num_cols - 2) // 3) // 3, 0, 5][:num_planes], num_rows, num_cols, seed=num_cols)
+    scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry)
+    planes = oracle_swizzle(stack.planes) if swizzled else to_numpy(stack.planes).reshape(num_planes, -1)
+    active = [True] * num_planes
+    if starts is not None:
+        active = [starts[plane] < starts[plane + 1] for plane in range(num_planes)]
+        starts = torch.tensor(starts, dtype=torch.int32)
+    for offset in (0, 1, 6):
+        memory = torch.full((GUARD + offset + planes.size + GUARD,), POISON, dtype=torch.uint8)
+        body = slice(GUARD + offset, GUARD + offset + planes.size)
+        launch(*scales.state_dict().values(), memory[body], starts, swizzled)
+        expected = np.full(memory.shape, POISON, np.uint8)
+        expected[body].reshape(planes.shape)[active] = planes[active]
+        assert_same(memory, expected, f"workspace from byte {body.start}, {planes.shape[1]} bytes a plane")
+
+
+def encode_case(bundle: ModuleType, shape: tuple[int, int, int], scattered: bool) -> None:
+    """Rows of one cluster with exceptions; or scattered bytes, for which all 241 bases have to be tried: slow."""
+    encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton").encode_cuda
+    rng = np.random.default_rng(sum(shape))
+    planes = rng.integers(0, 256, shape) if scattered else rng.integers(100, 112, shape)
+    planes = planes.astype(np.uint8)
+    planes[:, ::4, 0] = 0x00
+    planes[:, 1::4, -1] = 0x7F
+    fixed, words, counts = encode(torch.from_numpy(planes))
+    words = words.split(counts)
+    for plane, values in enumerate(planes):
+        oracle_fixed, oracle_words = oracle_encode(values)
+        assert_same(fixed[plane].view(-1), oracle_fixed, f"fixed[{plane}]")
+        assert_same(words[plane], oracle_words, f"exceptions[{plane}]")
+
+
+CASES = {
+    **{
+        f"decode {'x'.join(map(str, geometry))} {form} {name}": (decode_case, geometry, starts, form == "swizzled")
+        for geometry in DECODE_GEOMETRIES
+        for form in ("rows", "swizzled")
+        for name, starts in STARTS.items()
+    },
+    **{f"encode {name}": (encode_case, shape, False) for name, shape in ENCODE_SHAPES.items()},
+    **{f"encode scattered {name}": (encode_case, shape, True) for name, shape in SCATTERED_SHAPES.items()},
+}
+
+
+def run_cases(variant: Path) -> dict[str, str]:
+    """What went wrong in each case; nothing where all went well."""
+    from kernels import get_local_kernel
+
+    bundle = get_local_kernel(variant, backend=variant.name.removeprefix("torch-"))
+    outcomes = {}
+    for name, (check, *arguments) in CASES.items():
+        try:
+            check(bundle, *arguments)
+            outcomes[name] = ""
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(bundle_dir: Path) -> dict[str, str]:
+    pytest.importorskip("triton", reason="needs triton, whose interpreter runs the kernels")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, __file__, str(bundle_dir / "torch-cpu")], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(outcomes, name):
+    if outcomes[name]:
+        pytest.fail(outcomes[name], pytrace=False)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_cases(Path(sys.argv[1]))))

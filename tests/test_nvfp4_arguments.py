@@ -1,0 +1,94 @@
+"""Every wrong argument of the GEMMs is refused with its name, what was expected and what came."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+E, N, K, M = 3, 32, 64, 4
+
+
+@pytest.fixture
+def call(bundle):
+    """matmul_grouped on a right problem, with any argument replaced."""
+
+    def run(**changes):
+        arguments = {
+            "A": torch.ones(M, K, dtype=torch.bfloat16),
+            "B": torch.zeros(E, N, K // 2, dtype=torch.uint8),
+            "As": None,
+            "Bs": torch.zeros(E, N, K // 16, dtype=torch.float8_e4m3fn),
+            "expert_start": torch.tensor([0, 1, 2, 4], dtype=torch.int32),
+            "activation_format": "bf16",
+        } | changes
+        return bundle.matmul_grouped(**arguments)
+
+    return run
+
+
+packed_a = {"A": torch.zeros(M, K // 2, dtype=torch.uint8), "activation_format": None}
+
+WRONG = [
+    ({"activation_format": "fp8"}, ValueError, "activation_format: expected None or 'bf16', got 'fp8'"),
+    ({"act_fn": "gelu"}, ValueError, "act_fn: expected 'silu', got 'gelu'"),
+    ({"swiglu_limit": 7.0}, ValueError, "swiglu_alpha and swiglu_limit: expected None without gate"),
+    ({"A": torch.ones(M, K)}, TypeError, "A: expected one of .*bfloat16.*float16, got torch.float32"),
+    ({"A": torch.ones(M, K // 2, dtype=torch.uint8)}, TypeError, r"A: .*packed activations need As"),
+    ({"A": torch.ones(M, K - 16, dtype=torch.bfloat16)}, ValueError, "A: expected K = 64 columns"),
+    ({"A": torch.ones(K, dtype=torch.bfloat16)}, ValueError, r"A: expected shape \(M, K\)"),
+    ({"B": torch.zeros(E, N, K // 2)}, TypeError, "B: expected packed uint8 or int8, got torch.float32"),
+    ({"B": torch.zeros(E, 24, K // 2, dtype=torch.uint8)}, ValueError, "B: expected N rows a multiple of 16"),
+    ({"B": torch.zeros(E, 16, 32, dtype=torch.uint8), "gate": True}, ValueError, "B: expected N rows a multiple of 32"),
+    ({"B": torch.zeros(E, N, 24, dtype=torch.uint8)}, ValueError, "B: expected K a positive multiple of 32, got K = 48"),
+    ({"Bs": torch.zeros(E, N, 5, dtype=torch.uint8)}, ValueError, r"Bs: expected shape \(3, 32, 4\) or swizzled"),
+    ({"Bs": torch.zeros(E, N, K // 16)}, TypeError, "Bs: expected float8_e4m3fn or its uint8 bytes, got torch.float32"),
+    ({"Bs": None}, TypeError, "Bs: expected a tensor of scale bytes, got NoneType"),
+    ({"As": torch.zeros(M, K // 16, dtype=torch.uint8)}, ValueError, "As: expected None with activation_format='bf16'"),
+    (packed_a | {"As": torch.zeros(M, 3, dtype=torch.uint8)}, ValueError, r"As: expected shape \(4, 4\), got \(4, 3\)"),
+    ({"expert_start": torch.zeros(E, dtype=torch.int32)}, ValueError, r"expert_start: expected E \+ 1 = 4 entries or more, got 3"),
+    ({"expert_start": torch.zeros(E + 1, dtype=torch.int64)}, TypeError, "expert_start: expected int32, got torch.int64"),
+    ({"gather_idx": torch.zeros(M)}, TypeError, "gather_idx: expected int32 or int64"),
+    ({"scatter_idx": torch.zeros(M + 1, dtype=torch.int32)}, ValueError, "scatter_idx: expected 4 entries"),
+    ({"a_global_scale": 1.0}, ValueError, "a_global_scale: expected None with activation_format='bf16'"),
+    ({"b_global_scale": torch.ones(E, dtype=torch.bfloat16)}, TypeError, "b_global_scale: expected float32, got torch.bfloat16"),
+    ({"b_global_scale": torch.ones(E + 1)}, ValueError, "b_global_scale: expected a scalar or a shape of"),
+    ({"output_global_scale": 1.0}, ValueError, "output_global_scale: expected None without quantize_output"),
+    ({"output_dtype": torch.int32}, TypeError, "output_dtype: expected one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=[message[:40] for _, _, message in WRONG])
+def test_wrong_argument_is_named(call, changes, error, message):
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+def test_the_right_problem_passes(call):
+    assert call().shape == (M, N)
+
+
+def test_gate_and_up_keep_their_own_globals(bundle):
+    """Doubling only the up half's global doubles the result; doubling only the gate's does not."""
+    weight, scales, _ = bundle.nvfp4_quantize_two_level(torch.randn(1, 2 * N, K))
+    a = torch.randn(M, K).bfloat16()
+    start = torch.tensor([0, M], dtype=torch.int32)
+
+    def run(gate_global: float, up_global: float) -> torch.Tensor:
+        globals_ = torch.tensor([[gate_global, up_global]])
+        return bundle.matmul_grouped(
+            a, weight, None, scales, expert_start=start, activation_format="bf16", gate=True,
+            b_global_scale=globals_, output_dtype=torch.float32,
+        )  # fmt: skip
+
+    assert torch.equal(run(1e-3, 2e-3), 2 * run(1e-3, 1e-3))
+    assert not torch.equal(run(2e-3, 1e-3), 2 * run(1e-3, 1e-3))
+
+
+def test_nan_scales_stay_nan(bundle):
+    """A scale byte 0x7F poisons exactly the outputs of its weight row."""
+    weight, scales, b_global = bundle.nvfp4_quantize_two_level(torch.randn(N, K))
+    scales.view(torch.uint8)[5, 2] = 0x7F
+    out = bundle.matmul_2d(
+        torch.ones(M, K).bfloat16(), weight, None, scales, activation_format="bf16", b_global_scale=b_global
+    )
+    assert out[:, 5].isnan().all() and not out[:, :5].isnan().any() and not out[:, 6:].isnan().any()

@@ -1,0 +1,163 @@
+"""Compressed scales to bytes: `decompress_nvfp4_csf_scales` and the workspace it writes.
+
+Decoding is `base[row] + code[row, col]`, then every exception overwrites its byte (docs/format.md, "Decoding").
+Bytes are opaque: nothing here converts them to numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from .._ops import add_op_namespace_prefix, ops
+from ..formats import NVFP4_CSF
+from ..layouts import swizzle_mx_scales, swizzled_shape
+from .scales import NVFP4CSFScales, tiles_per_plane
+
+_CHUNK_BYTES = 1 << 20
+"""Bytes decoded at a time by torch, so that every pass after the first finds them in cache."""
+
+
+def csf_workspace_size(scales: NVFP4CSFScales, *, swizzled: bool = False) -> int:
+    """Bytes that `decompress_nvfp4_csf_scales` writes for `scales`: `E * N * C`, or `E` padded swizzled planes."""
+    num_planes, num_rows, num_cols = scales.shape
+    size = num_planes
+    for extent in swizzled_shape(num_rows, num_cols) if swizzled else (num_rows, num_cols):
+        size *= extent
+    return size
+
+
+def decompress_nvfp4_csf_scales(
+    scales: NVFP4CSFScales,
+    *,
+    workspace: torch.Tensor | None = None,
+    expert_start: torch.Tensor | None = None,
+    swizzled: bool = False,
+) -> torch.Tensor:
+    """Decode scale planes into `workspace`, exactly, in one launch on the current stream.
+
+    Args:
+        scales: `E` planes of `N` rows by `C` columns.
+        workspace: contiguous uint8 tensor of at least `csf_workspace_size(scales, swizzled=swizzled)` bytes, at any
+            byte offset. Its first bytes are written, nothing else is. None: a new one is allocated.
+        expert_start: int32 `[E + 1 or more]`, read on the device. Only planes `e` with
+            `expert_start[e] < expert_start[e + 1]` are decoded; the others' bytes stay as they are (zero in a new
+            workspace). None: every plane is decoded.
+        swizzled: write the 32x4x4 form that block-scaled MMA reads, padding bytes zero, instead of rows.
+
+    Returns:
+        A view of the workspace: float8_e4m3fn `[E, N, C]`, or `[E, ceil(N / 128), ceil(C / 4), 32, 4, 4]` if swizzled.
+
+    Raises:
+        ValueError: a workspace or `expert_start` of another dtype, device or rank, or too short. Nothing is written.
+
+    Bytes moved: `E * (N + N * C / 2 + N * C)` and 4 an exception.
+    """
+    num_planes, num_rows, num_cols = scales.shape
+    size = csf_workspace_size(scales, swizzled=swizzled)
+    if expert_start is not None:
+        _check_expert_start(expert_start, scales)
+    if workspace is None:
+        new = torch.empty if expert_start is None else torch.zeros
+        workspace = new(size, dtype=torch.uint8, device=scales.device)
+    else:
+        _check_workspace(workspace, scales, size)
+    out = workspace.view(-1)[:size]
+    if torch.compiler.is_compiling():
+        ops.csf_decode(*scales.state_dict().values(), out, expert_start, swizzled)
+    else:
+        csf_decode(*scales.state_dict().values(), out, expert_start, swizzled)
+    plane_shape = swizzled_shape(num_rows, num_cols) if swizzled else (num_rows, num_cols)
+    return out.view(torch.float8_e4m3fn).view(num_planes, *plane_shape)
+
+
+def _check_workspace(workspace: torch.Tensor, scales: NVFP4CSFScales, size: int) -> None:
+    if workspace.dtype != torch.uint8:
+        raise ValueError(f"workspace must be torch.uint8, got {workspace.dtype}")
+    if workspace.device != scales.device:
+        raise ValueError(f"workspace must be on {scales.device} like the scales, got {workspace.device}")
+    if not workspace.is_contiguous():
+        raise ValueError(f"workspace must be contiguous, got strides {workspace.stride()}")
+    if workspace.numel() < size:
+        raise ValueError(f"workspace must hold {size} bytes for scales {scales.shape}, got {workspace.numel()}")
+
+
+def _check_expert_start(expert_start: torch.Tensor, scales: NVFP4CSFScales) -> None:
+    if expert_start.dtype != torch.int32:
+        raise ValueError(f"expert_start must be torch.int32, got {expert_start.dtype}")
+    if expert_start.device != scales.device:
+        raise ValueError(f"expert_start must be on {scales.device} like the scales, got {expert_start.device}")
+    if expert_start.dim() != 1 or not expert_start.is_contiguous() or expert_start.numel() <= scales.num_planes:
+        raise ValueError(
+            f"expert_start must be 1-D and contiguous with at least {scales.num_planes + 1} entries for "
+            f"{scales.num_planes} planes, got shape {tuple(expert_start.shape)}"
+        )
+
+
+def csf_decode(
+    bases: torch.Tensor,
+    codes: torch.Tensor,
+    exceptions: torch.Tensor,
+    exception_offsets: torch.Tensor,
+    out: torch.Tensor,
+    expert_start: Optional[torch.Tensor],  # noqa: UP045  (the op's schema is read from here on Python 3.9)
+    swizzled: bool,
+) -> None:
+    """Decode into `out`, uint8 `[workspace size]`. Arguments are the validated ones of the public function."""
+    if out.is_cuda:
+        from .decode_triton import launch_decode
+
+        launch_decode(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled)
+    else:
+        _decode_torch(NVFP4CSFScales(bases, codes, exceptions, exception_offsets), out, expert_start, swizzled)
+
+
+# The op of compiled code. Eager calls go to the function itself: dispatch would cost more than the launch.
+torch.library.custom_op(add_op_namespace_prefix("csf_decode"), mutates_args={"out"})(csf_decode)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("csf_decode"))
+def _(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled) -> None:
+    return None
+
+
+def _decode_torch(
+    scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch.Tensor | None, swizzled: bool
+) -> None:
+    """The same bytes as the kernel, by torch operators, a cache-sized run of planes at a time."""
+    num_planes, num_rows, num_cols = scales.shape
+    if expert_start is None:
+        runs = [(0, num_planes)]
+    else:
+        starts = expert_start[: num_planes + 1]
+        runs = [(plane, plane + 1) for plane in (starts[1:] > starts[:-1]).nonzero().view(-1).tolist()]
+    planes_out = out.view(num_planes, -1)
+    chunk_planes = max(1, _CHUNK_BYTES // scales.plane_bytes)
+    for begin, end in runs:
+        for first in range(begin, end, chunk_planes):
+            last = min(first + chunk_planes, end)
+            planes = _decode_planes(scales, first, last)
+            planes_out[first:last] = (swizzle_mx_scales(planes) if swizzled else planes).view(last - first, -1)
+
+
+def _decode_planes(scales: NVFP4CSFScales, first: int, last: int) -> torch.Tensor:
+    """Decode planes `first` to `last` into a new uint8 `[last - first, N, C]`.
+
+    Two codes become two bytes of one int16: `(pair | pair << 4) & 0x0F0F`; adding `base * 0x0101` never carries
+    between them, as base + code stays below 256.
+    """
+    pairs = scales.codes[first:last].to(torch.int16)
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    pairs += (scales.bases[first:last].to(torch.int16) * 0x0101)[:, :, None]
+    planes = pairs.view(torch.uint8)
+    per_plane = tiles_per_plane(scales.plane_bytes)
+    begins = scales.exception_offsets[first * per_plane : last * per_plane + 1 : per_plane]
+    words = scales.exceptions[begins[0] : begins[-1]]
+    positions = (words & NVFP4_CSF.position_mask).to(torch.int64)
+    if last - first > 1:
+        plane_of = torch.repeat_interleave(torch.arange(last - first), begins.diff(), output_size=len(words))
+        positions += plane_of * scales.plane_bytes
+    planes.view(-1)[positions] = (words >> NVFP4_CSF.position_bits).to(torch.uint8)
+    return planes

@@ -1,0 +1,104 @@
+"""Decode compressed scale planes on a GPU, fixed stream and exceptions in one launch.
+
+Bytes moved: a base a row, half a byte in and one byte out a scale, 4 bytes an exception; the roof is a copy of as many.
+
+Routing is read on the device. Every program ranks the active experts in `expert_start` and takes its share of their
+tiles, so inactive planes cost nothing, not even an empty program.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..device import num_sms, on_device
+from ..formats import NVFP4_CSF
+from ..layouts import swizzled_shape
+from .decode_tiles import decode_row_tile, decode_swizzled_tile
+from .scales import TILE_BYTES
+
+
+@triton.jit(do_not_specialize=["num_planes", "shift"])
+def decode_kernel(
+    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert_start_ptr, num_planes, shift,
+    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
+    SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr, ROUTED: tl.constexpr,
+):  # fmt: skip
+    """Decode every plane, one tile a program, or if `ROUTED` the planes of experts that have rows."""
+    if SWIZZLED:
+        decode_tile: tl.constexpr = decode_swizzled_tile
+    else:
+        decode_tile: tl.constexpr = decode_row_tile
+    item = tl.program_id(0)
+    if ROUTED:
+        num_seen = 0  # active experts in the blocks before this one
+        for first_expert in range(0, num_planes, BLOCK_E):
+            expert = first_expert + tl.arange(0, BLOCK_E)
+            mask = expert < num_planes
+            begin = tl.load(expert_start_ptr + expert, mask=mask, other=0)
+            end = tl.load(expert_start_ptr + expert + 1, mask=mask, other=0)
+            active = end > begin
+            rank = num_seen + tl.cumsum(active.to(tl.int32)) - 1
+            # The plane of the item's active expert, plus one; zero when it is not in this block.
+            found = tl.sum(tl.where(active & (rank == item // TILES), expert + 1, 0))
+            while found > 0:
+                decode_tile(
+                    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, found - 1, item % TILES, shift,
+                    NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, BLOCK, BLOCK_X, ALIGNED,
+                )  # fmt: skip
+                item += tl.num_programs(0)
+                found = tl.sum(tl.where(active & (rank == item // TILES), expert + 1, 0))
+            if first_expert + BLOCK_E < num_planes:
+                num_seen += tl.sum(active.to(tl.int32))
+    else:
+        decode_tile(
+            out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, item // TILES, item % TILES, shift,
+            NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, BLOCK, BLOCK_X, ALIGNED,
+        )  # fmt: skip
+
+
+def decode_config(num_sms: int, num_planes: int, num_rows: int, num_cols: int, *, routed: bool, swizzled: bool) -> dict:
+    """Grid and constants of `decode_kernel`, from shape and device alone."""
+    if swizzled:
+        tiles, col_tiles = swizzled_shape(num_rows, num_cols)[:2]
+        block, num_warps = (8 if col_tiles % 16 else 16), 4
+    else:
+        block, num_warps = 512, 4
+        tiles = triton.cdiv(num_rows * num_cols, 8 * block)
+    return {
+        "grid": min(num_planes * tiles, 4 * num_sms) if routed else num_planes * tiles,
+        "TILES": tiles,
+        "BLOCK": block,
+        "BLOCK_X": 32 * num_warps,
+        "BLOCK_E": min(1024, triton.next_power_of_2(num_planes)),
+        "num_warps": num_warps,
+    }
+
+
+def launch_decode(
+    bases: torch.Tensor,
+    codes: torch.Tensor,
+    exceptions: torch.Tensor,
+    exception_offsets: torch.Tensor,
+    out: torch.Tensor,
+    expert_start: torch.Tensor | None,
+    swizzled: bool,
+    **overrides: int,
+) -> None:
+    """Launch on the current stream of `out`'s device. `overrides` replace entries of `decode_config`, for tuning."""
+    num_planes, num_rows = bases.shape
+    num_cols = codes.shape[2] * 2
+    routed = expert_start is not None
+    config = decode_config(num_sms(out.device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled)
+    config.update(overrides)
+    shift = out.data_ptr() % (4 if swizzled else 8)
+    with on_device(out.device):
+        decode_kernel[(config.pop("grid"),)](
+            out, bases, codes, exceptions, exception_offsets, expert_start if routed else exception_offsets,
+            num_planes, shift,
+            NUM_ROWS=num_rows, NUM_COLS=num_cols, OFFSET_TILE=TILE_BYTES, POSITION_BITS=NVFP4_CSF.position_bits,
+            SWIZZLED=swizzled, ALIGNED=shift == 0, ROUTED=routed,
+            **config,
+        )  # fmt: skip

@@ -1,0 +1,225 @@
+"""The resident form of compressed scales, and the way from the wire form into it and back.
+
+The wire form interleaves bases and codes every 16 rows. The resident form keeps them apart, so that kernels read
+flat words, and adds where each `TILE_BYTES` positions' exceptions begin, so that any tile finds its own. Both hold
+the same bytes; the offsets are less than 1 % more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch.utils import _pytree
+
+from .._ops import add_op_namespace_prefix
+from ..formats import NVFP4_CSF
+
+TILE_BYTES = 1024
+"""Decoded bytes between two entries of `exception_offsets`."""
+
+_FIELDS = ("bases", "codes", "exceptions", "exception_offsets")
+
+
+def tiles_per_plane(plane_bytes: int) -> int:
+    return -(-plane_bytes // TILE_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4CSFScales:
+    """`E` compressed scale planes of `N` rows by `C` columns, ready for kernels. Made by `prepare_nvfp4_csf_scales`.
+
+    Attributes:
+        bases: uint8 `[E, N]`, the lowest byte value of each row's window, at most 240.
+        codes: uint8 `[E, N, C / 2]`, two 4-bit offsets a byte, low nibble first.
+        exceptions: int32 `[X]`, `value << 24 | position in the plane`, plane after plane, positions increasing.
+        exception_offsets: int32 `[E * ceil(N * C / 1024) + 1]`, first exception of every 1024 decoded bytes of each plane.
+    """
+
+    bases: torch.Tensor
+    codes: torch.Tensor
+    exceptions: torch.Tensor
+    exception_offsets: torch.Tensor
+
+    @property
+    def num_planes(self) -> int:
+        return self.bases.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.bases.shape[1]
+
+    @property
+    def num_cols(self) -> int:
+        return self.codes.shape[2] * 2
+
+    @property
+    def plane_bytes(self) -> int:
+        """Decoded bytes of one plane."""
+        return self.num_rows * self.num_cols
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the scales that this decodes to."""
+        return self.num_planes, self.num_rows, self.num_cols
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes resident on the device."""
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The tensors by name; `NVFP4CSFScales(**state)` is the same scales again."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> NVFP4CSFScales:
+        """The same scales on `device`."""
+        return NVFP4CSFScales(*(getattr(self, name).to(device, non_blocking=non_blocking) for name in _FIELDS))
+
+    def to_wire(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The wire form these scales were prepared from, byte for byte.
+
+        Returns:
+            `fixed` uint8 `[E, bytes]` and `E` uint32 exception tensors, on the scales' device.
+        """
+        num_planes, num_rows, num_cols = self.shape
+        slabs = (num_planes, num_rows // NVFP4_CSF.rows_per_slab)
+        fixed = torch.cat([self.bases.reshape(*slabs, -1), self.codes.reshape(*slabs, -1)], dim=2)
+        first = self.exception_offsets[:: tiles_per_plane(self.plane_bytes)].tolist()
+        words = self.exceptions.view(torch.uint32)
+        return fixed.view(num_planes, -1), [words[begin:end] for begin, end in zip(first[:-1], first[1:])]
+
+
+_pytree.register_pytree_node(
+    NVFP4CSFScales,
+    lambda scales: ([getattr(scales, name) for name in _FIELDS], None),
+    lambda tensors, _: NVFP4CSFScales(*tensors),
+    serialized_type_name=add_op_namespace_prefix("NVFP4CSFScales"),
+    flatten_with_keys_fn=lambda scales: (
+        [(_pytree.GetAttrKey(name), getattr(scales, name)) for name in _FIELDS],
+        None,
+    ),
+)
+
+
+def prepare_nvfp4_csf_scales(
+    fixed: torch.Tensor | Sequence[torch.Tensor],
+    exceptions: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    num_rows: int,
+    num_cols: int,
+) -> NVFP4CSFScales:
+    """Validate the wire form of `E` planes and lay it out for kernels, on the tensors' device.
+
+    Args:
+        fixed: `E` uint8 tensors of `num_rows / 16 * 16 * (1 + num_cols / 2)` bytes, 1-D or 2-D, or one `[E, bytes]`.
+            With a single exception tensor: the one plane's stream, 1-D or `[num_rows / 16, bytes a slab]`.
+        exceptions: `E` 1-D uint32 tensors (an int32 view is accepted), or the single tensor of a single plane.
+        num_rows: rows `N` of each plane, a multiple of 16.
+        num_cols: columns `C` of each plane, even; `N * C` at most 2^24.
+
+    Raises:
+        ValueError: geometry, dtype, length, device, a base above 240, or a position that is out of range or not
+            above the one before it. Names the tensor and the place. Nothing is returned.
+
+    Source: docs/format.md, "One compressed plane". One host sync on CUDA, for the verdict.
+    """
+    NVFP4_CSF.check_plane(num_rows, num_cols)
+    stream, words, counts = _gather_wire(fixed, exceptions, NVFP4_CSF.fixed_bytes(num_rows, num_cols))
+    num_planes, slab_rows = len(counts), NVFP4_CSF.rows_per_slab
+    slabs = stream.view(num_planes, num_rows // slab_rows, NVFP4_CSF.slab_bytes(num_cols))
+    # Copied even where a view would do: kernels count on aligned memory that nobody else writes.
+    bases = stream.new_empty(num_planes, num_rows)
+    bases.view(num_planes, -1, slab_rows).copy_(slabs[:, :, :slab_rows])
+    codes = stream.new_empty(num_planes, num_rows, num_cols // 2)
+    codes.view(num_planes, slabs.shape[1], -1).copy_(slabs[:, :, slab_rows:])
+
+    plane_bytes = num_rows * num_cols
+    device = stream.device
+    planes = torch.arange(num_planes, device=device)
+    counts_device = torch.tensor(counts, device=device)
+    positions = words & NVFP4_CSF.position_mask
+    # Positions made unique across planes: sorted without repeats exactly if every plane's own positions are.
+    keys = positions + torch.repeat_interleave(planes, counts_device, output_size=words.numel()) * plane_bytes
+    faults = torch.stack(
+        [
+            (bases > NVFP4_CSF.max_base).any(),
+            (positions >= plane_bytes).any(),
+            (keys[1:] <= keys[:-1]).any(),
+        ]
+    )
+    if faults.any():
+        raise ValueError(_describe_fault(bases, positions, counts, plane_bytes))
+
+    starts = torch.arange(0, plane_bytes, TILE_BYTES, device=device) + planes[:, None] * plane_bytes
+    offsets = torch.searchsorted(keys, torch.cat([starts.flatten(), starts.new_full((1,), num_planes * plane_bytes)]))
+    return NVFP4CSFScales(bases, codes, words, offsets.to(torch.int32))
+
+
+def _gather_wire(
+    fixed: torch.Tensor | Sequence[torch.Tensor],
+    exceptions: torch.Tensor | Sequence[torch.Tensor],
+    fixed_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Check types, shapes and devices; return `stream [E, bytes]`, `words int32 [X]` and the exceptions a plane."""
+    if isinstance(exceptions, torch.Tensor):
+        _check_tensor("exceptions", exceptions, (torch.uint32, torch.int32), exceptions.device)
+        _check_tensor("fixed", fixed, (torch.uint8,), exceptions.device)
+        fixed, exceptions = fixed.reshape(1, -1), [exceptions]
+    elif not exceptions or len(fixed) != len(exceptions):
+        raise ValueError(f"need one fixed and one exceptions tensor a plane, got {len(fixed)} and {len(exceptions)}")
+    device = fixed.device if isinstance(fixed, torch.Tensor) else getattr(fixed[0], "device", None)
+    for i, words in enumerate(exceptions):
+        _check_tensor(f"exceptions[{i}]", words, (torch.uint32, torch.int32), device)
+        if words.dim() != 1:
+            raise ValueError(f"exceptions[{i}] must be 1-D, got shape {tuple(words.shape)}")
+    if isinstance(fixed, torch.Tensor):
+        _check_tensor("fixed", fixed, (torch.uint8,), device)
+        if fixed.numel() != len(exceptions) * fixed_bytes:
+            raise ValueError(f"fixed must hold {fixed_bytes} bytes a plane, got shape {tuple(fixed.shape)}")
+        stream = fixed.reshape(len(exceptions), fixed_bytes)
+    else:
+        for i, plane in enumerate(fixed):
+            _check_tensor(f"fixed[{i}]", plane, (torch.uint8,), device)
+            if plane.dim() not in (1, 2) or plane.numel() != fixed_bytes:
+                raise ValueError(f"fixed[{i}] must hold {fixed_bytes} bytes, got shape {tuple(plane.shape)}")
+        stream = torch.stack([plane.reshape(-1) for plane in fixed])
+    counts = [words.numel() for words in exceptions]
+    if sum(counts) >= 1 << 31:
+        raise ValueError(f"a stack holds fewer than 2^31 exceptions, got {sum(counts)}: split it")
+    return stream, torch.cat([words.view(torch.int32) for words in exceptions]), counts
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
+
+
+def _describe_fault(bases: torch.Tensor, positions: torch.Tensor, counts: list[int], plane_bytes: int) -> str:
+    """Name the first fault. Only called once one is known to exist."""
+    single = len(counts) == 1
+    high = (bases > NVFP4_CSF.max_base).nonzero()
+    if len(high):
+        plane, row = high[0].tolist()
+        name = "fixed" if single else f"fixed[{plane}]"
+        return f"{name}: base {int(bases[plane, row])} at row {row} is above {NVFP4_CSF.max_base}"
+    for plane, own in enumerate(positions.split(counts)):
+        name = "exceptions" if single else f"exceptions[{plane}]"
+        beyond = (own >= plane_bytes).nonzero()
+        if len(beyond):
+            i = int(beyond[0])
+            return f"{name}: position {int(own[i])} at index {i} is out of range for a plane of {plane_bytes} bytes"
+        unordered = (own[1:] <= own[:-1]).nonzero()
+        if len(unordered):
+            i = int(unordered[0])
+            return f"{name}: position {int(own[i + 1])} at index {i + 1} is not above {int(own[i])} before it"
+    raise AssertionError("no fault found in scales that were rejected")

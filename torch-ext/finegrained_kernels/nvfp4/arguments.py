@@ -1,0 +1,207 @@
+"""The one boundary of the GEMMs: every argument checked, named and normalized into a `Gemm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from ..layouts import swizzled_shape
+from .quantize import as_global
+from .reference import GROUP
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Validated arguments. E experts, N output columns, K inputs, M rows of `a`, S routed rows.
+
+    With `gate`, the weight rows are [gate; up], 2N of them, and `b_global` has two columns.
+    At most one of `expert_ids` and `expert_start` is set; with neither, the only expert owns every row.
+    """
+
+    a: torch.Tensor  # bf16/fp16/fp32 [M, K], or packed uint8 [M, K/2] with a_scales
+    a_scales: Optional[torch.Tensor]  # float8_e4m3fn [M, K/16]
+    a_global: Optional[torch.Tensor]  # float32 [1], one an expert [E], or one a row [M, 1]
+    b: torch.Tensor  # packed uint8 [E, N or 2N, K/2]
+    b_scales: torch.Tensor  # float8_e4m3fn [E, N or 2N, K/16], or swizzled
+    b_global: torch.Tensor  # float32 [E, 1], or [E, 2] for gate and up
+    expert_ids: Optional[torch.Tensor]  # int [S]
+    expert_start: Optional[torch.Tensor]  # int32 [>= E + 1]
+    gather_idx: Optional[torch.Tensor]  # int [S]: the row of `a` that routed row s reads
+    scatter_idx: Optional[torch.Tensor]  # int [S]: the row of the output that routed row s writes
+    gate: bool
+    alpha: float
+    limit: Optional[float]
+    quantize_output: bool
+    output_global: Optional[torch.Tensor]  # float32 [1] or [E]
+    output_dtype: torch.dtype
+    weight_only: bool
+
+    @property
+    def num_experts(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """S, the rows of the output."""
+        index = self.expert_ids if self.expert_ids is not None else self.gather_idx
+        return self.a.shape[0] if index is None else index.shape[0]
+
+    @property
+    def num_cols(self) -> int:
+        """N, the columns of the output."""
+        return self.b.shape[1] // (2 if self.gate else 1)
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.b.shape[2] * 2
+
+
+def expect(condition: bool, name: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def check_weights(B: torch.Tensor, Bs: torch.Tensor, gate: bool) -> None:
+    """Packed weights [E, N, K/2] and their scales, dense [E, N, K/16] or swizzled."""
+    if B.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(f"B: expected packed uint8 or int8, got {B.dtype}")
+    expect(B.ndim == 3, "B", "shape (E, N, K/2)", tuple(B.shape))
+    num_experts, rows, depth = B.shape[0], B.shape[1], B.shape[2] * 2
+    multiple = 32 if gate else 16
+    expect(rows % multiple == 0, "B", f"N rows a multiple of {multiple}", f"shape {tuple(B.shape)}")
+    expect(depth % 32 == 0 and depth > 0, "B", "K a positive multiple of 32", f"K = {depth}")
+    if not isinstance(Bs, torch.Tensor):
+        raise TypeError(f"Bs: expected a tensor of scale bytes, got {type(Bs).__name__}")
+    if Bs.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise TypeError(f"Bs: expected float8_e4m3fn or its uint8 bytes, got {Bs.dtype}")
+    dense = (num_experts, rows, depth // GROUP)
+    swizzled = (num_experts, *swizzled_shape(rows, depth // GROUP))
+    expect(tuple(Bs.shape) in (dense, swizzled), "Bs", f"shape {dense} or swizzled {swizzled}", tuple(Bs.shape))
+
+
+def check_activations(A: torch.Tensor, As: torch.Tensor | None, depth: int, weight_only: bool) -> None:
+    expect(A.ndim == 2, "A", "shape (M, K)", tuple(A.shape))
+    if As is None:
+        allowed = FLOAT_DTYPES[:2] if weight_only else FLOAT_DTYPES
+        if A.dtype not in allowed:
+            hint = " (packed activations need As)" if A.dtype in (torch.uint8, torch.int8) else ""
+            raise TypeError(f"A: expected one of {', '.join(map(str, allowed))}, got {A.dtype}{hint}")
+        expect(A.shape[1] == depth, "A", f"K = {depth} columns, as B has", f"shape {tuple(A.shape)}")
+        return
+    expect(not weight_only, "As", "None with activation_format='bf16'", "a tensor")
+    if A.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(f"A: expected packed uint8 or int8 beside As, got {A.dtype}")
+    if As.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise TypeError(f"As: expected float8_e4m3fn or its uint8 bytes, got {As.dtype}")
+    expect(A.shape[1] == depth // 2, "A", f"K/2 = {depth // 2} columns", f"shape {tuple(A.shape)}")
+    shape = (A.shape[0], depth // GROUP)
+    expect(tuple(As.shape) == shape, "As", f"shape {shape}", tuple(As.shape))
+
+
+def normalize_global(
+    name: str, scale: torch.Tensor | float | None, device: torch.device, shapes: tuple[tuple[int, ...], ...]
+) -> torch.Tensor:
+    """`scale` as float32 of shape [1] or one of `shapes`; None is 1."""
+    scale = as_global(name, 1.0 if scale is None else scale, device)
+    if scale.numel() == 1:
+        return scale.reshape(1)
+    expect(tuple(scale.shape) in shapes, name, f"a scalar or a shape of {list(shapes)}", tuple(scale.shape))
+    return scale.contiguous()
+
+
+def check_index(name: str, index: torch.Tensor | None, device: torch.device, length: int | None = None) -> None:
+    if index is None:
+        return
+    if index.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected int32 or int64, got {index.dtype}")
+    expect(index.ndim == 1, name, "one dimension", tuple(index.shape))
+    expect(index.device == device, name, f"device {device}", index.device)
+    if length is not None:
+        expect(index.shape[0] == length, name, f"{length} entries, one a routed row", index.shape[0])
+
+
+def check_gemm(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    As: torch.Tensor | None,
+    Bs: torch.Tensor,
+    *,
+    expert_ids: torch.Tensor | None = None,
+    expert_start: torch.Tensor | None = None,
+    gather_idx: torch.Tensor | None = None,
+    scatter_idx: torch.Tensor | None = None,
+    activation_format: str | None = None,
+    gate: bool = False,
+    act_fn: str = "silu",
+    swiglu_alpha: float | None = None,
+    swiglu_limit: float | None = None,
+    quantize_output: bool = False,
+    output_dtype: torch.dtype | None = None,
+    a_global_scale: torch.Tensor | float | None = None,
+    b_global_scale: torch.Tensor | float | None = None,
+    output_global_scale: torch.Tensor | float | None = None,
+) -> Gemm:
+    """Check every argument of the public GEMMs; raise TypeError or ValueError naming the first that is wrong."""
+    expect(activation_format in (None, "bf16"), "activation_format", "None or 'bf16'", repr(activation_format))
+    expect(act_fn == "silu", "act_fn", "'silu'", repr(act_fn))
+    if not gate:
+        expect(swiglu_alpha is None and swiglu_limit is None, "swiglu_alpha and swiglu_limit", "None without gate", "a value")
+    weight_only = activation_format == "bf16"
+    check_weights(B, Bs, gate)
+    num_experts, depth = B.shape[0], B.shape[2] * 2
+    check_activations(A, As, depth, weight_only)
+    for name, tensor in (("B", B), ("Bs", Bs), ("As", As)):
+        if tensor is not None:
+            expect(tensor.device == A.device, name, f"device {A.device}, as A has", tensor.device)
+
+    check_index("gather_idx", gather_idx, A.device)
+    check_index("expert_ids", expert_ids, A.device, None if gather_idx is None else gather_idx.shape[0])
+    rows = A.shape[0] if gather_idx is None else gather_idx.shape[0]
+    check_index("expert_ids", expert_ids, A.device, rows)
+    check_index("scatter_idx", scatter_idx, A.device, rows)
+    if expert_start is not None:
+        if expert_start.dtype != torch.int32:
+            raise TypeError(f"expert_start: expected int32, got {expert_start.dtype}")
+        check_index("expert_start", expert_start, A.device)
+        expect(len(expert_start) > num_experts, "expert_start", f"E + 1 = {num_experts + 1} entries or more", len(expert_start))
+
+    if weight_only:
+        expect(a_global_scale is None, "a_global_scale", "None with activation_format='bf16'", "a value")
+    a_global = None
+    if a_global_scale is not None or As is not None:
+        a_shapes = ((num_experts,), (A.shape[0], 1))
+        a_global = normalize_global("a_global_scale", a_global_scale, A.device, a_shapes)
+    expect(quantize_output or output_global_scale is None, "output_global_scale", "None without quantize_output", "a value")
+    b_columns = 2 if gate else 1
+    b_shapes = ((num_experts,), (num_experts, b_columns))
+    b_global = normalize_global("b_global_scale", b_global_scale, A.device, b_shapes)
+    output_dtype = output_dtype or (A.dtype if As is None else torch.bfloat16)
+    if output_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"output_dtype: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {output_dtype}")
+    return Gemm(
+        a=A,
+        a_scales=As,
+        a_global=a_global,
+        b=B,
+        b_scales=Bs,
+        b_global=b_global.reshape(len(b_global), -1).expand(num_experts, b_columns),
+        expert_ids=expert_ids,
+        expert_start=expert_start,
+        gather_idx=gather_idx,
+        scatter_idx=scatter_idx,
+        gate=gate,
+        alpha=1.0 if swiglu_alpha is None else float(swiglu_alpha),
+        limit=None if swiglu_limit is None else float(swiglu_limit),
+        quantize_output=quantize_output,
+        output_global=normalize_global("output_global_scale", output_global_scale, A.device, ((num_experts,),))
+        if quantize_output
+        else None,
+        output_dtype=output_dtype,
+        weight_only=weight_only,
+    )

@@ -1,0 +1,150 @@
+"""From a checked `Gemm` to one kernel launch: operands, configuration, outputs, grid."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+
+from ..device import num_sms, on_device
+from .act_quant import expanded_operands, quantized_operands
+from .arguments import Gemm
+from .configs import Config, choose_config
+from .portable_gemm import portable_gemm_kernel
+from .reference import GROUP
+
+PORTABLE_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_T": 16}
+
+
+def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
+    """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. `config` overrides the table's."""
+    outputs = new_outputs(gemm)
+    if not gemm.num_rows:
+        return outputs
+    with on_device(gemm.a.device):
+        operands, x_global, gather_idx = prepare_activations(gemm)
+        arguments, constants = kernel_arguments(gemm, operands, x_global, gather_idx, outputs)
+        if uses_tensor_core_kernel(gemm):
+            launch_mma(gemm, config, arguments, constants)
+        else:
+            launch_portable(gemm, arguments, constants)
+    return outputs
+
+
+def new_outputs(gemm: Gemm) -> list[torch.Tensor]:
+    rows, cols, device = gemm.num_rows, gemm.num_cols, gemm.a.device
+    if not gemm.quantize_output:
+        return [torch.empty(rows, cols, dtype=gemm.output_dtype, device=device)]
+    packed = torch.empty(rows, cols // 2, dtype=torch.uint8, device=device)
+    return [packed, torch.empty(rows, cols // GROUP, dtype=torch.float8_e4m3fn, device=device)]
+
+
+def prepare_activations(gemm: Gemm) -> tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(operands [rows, K] bf16 or fp16, their globals, the gather that is left to do).
+
+    W4A16 uses `a` as it is. W4A4 multiplies exact bf16 code * scale, made here in one pass over the activations; only a
+    global of each expert makes it expand the routed rows first, since one source row then has several quantizations.
+    """
+    a = gemm.a.contiguous()
+    if gemm.weight_only:
+        return a, None, gemm.gather_idx
+    if gemm.a_scales is not None:
+        return expanded_operands(a, gemm.a_scales), gemm.a_global, gemm.gather_idx
+    if gemm.a_global is None or gemm.a_global.ndim == 2 or len(gemm.a_global) == 1:
+        operands, a_global = quantized_operands(a, gemm.a_global, None)
+        return operands, a_global if gemm.a_global is None else gemm.a_global, gemm.gather_idx
+    row_global = gemm.a_global[row_experts(gemm)]
+    operands, _ = quantized_operands(a, row_global, gemm.gather_idx)
+    return operands, row_global, None
+
+
+def row_experts(gemm: Gemm) -> torch.Tensor:
+    """The expert [S] of each routed row, clamped into range (rows of no expert multiply no weights)."""
+    if gemm.expert_ids is not None:
+        return gemm.expert_ids.long().clamp(0, gemm.num_experts - 1)
+    rows = torch.arange(gemm.num_rows, dtype=torch.int32, device=gemm.a.device)
+    if gemm.expert_start is None:
+        return torch.zeros_like(rows).long()
+    ends = gemm.expert_start[1 : gemm.num_experts]
+    return torch.searchsorted(ends, rows, right=True)
+
+
+def kernel_arguments(gemm: Gemm, operands, x_global, gather_idx, outputs) -> tuple[tuple, dict]:
+    """The arguments that both kernels share, in their order, and their shared compile-time constants."""
+    per_row = x_global is not None and len(x_global) != 1 and not is_per_expert(gemm, x_global)
+    scales_out = outputs[1].view(torch.uint8) if gemm.quantize_output else None
+    strides = (
+        gemm.b_global.stride(0),
+        gemm.b_global.stride(1) if gemm.gate else 0,
+        0 if x_global is None or len(x_global) == 1 else 1,
+        0 if gemm.output_global is None or len(gemm.output_global) == 1 else 1,
+    )
+    arguments = (
+        operands, x_global, gemm.b, gemm.b_scales, gemm.b_global, outputs[0], scales_out, gemm.output_global,
+        gemm.expert_start, gemm.expert_ids, gather_idx, gemm.scatter_idx,
+        gemm.num_rows, operands.shape[0], gemm.num_experts, strides,
+        (gemm.alpha, float("inf") if gemm.limit is None else gemm.limit),
+    )  # fmt: skip
+    constants = {
+        "N": gemm.num_cols,
+        "K": gemm.depth,
+        "GATE": gemm.gate,
+        "HAS_LIMIT": gemm.limit is not None,
+        "SWIZZLED": gemm.b_scales.ndim == 5,
+        "X_GLOBAL_PER_ROW": per_row,
+        "ROUNDED": triton.language.dtype({torch.bfloat16: "bf16", torch.float16: "fp16"}.get(gemm.output_dtype, "fp32")),
+        "BLOCK_E": triton.next_power_of_2(gemm.num_experts + 1),
+    }
+    return arguments, constants
+
+
+def is_per_expert(gemm: Gemm, x_global: torch.Tensor) -> bool:
+    """Whether the kernel reads one activation global an expert: packed activations with a 1-D [E] global."""
+    return gemm.a_scales is not None and x_global.ndim == 1
+
+
+def uses_tensor_core_kernel(gemm: Gemm) -> bool:
+    """sm_89 and later (E4M3 conversion), rows of scale bytes that are whole 32-bit words."""
+    if torch.version.hip or gemm.a.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(gemm.a.device) >= (8, 9) and gemm.depth % 64 == 0
+
+
+def launch_mma(gemm: Gemm, config: Config | None, arguments: tuple, constants: dict) -> triton.compiler.CompiledKernel:
+    """Launch on tensor cores; returns the compiled kernel, whose registers and shared memory a tuner reads."""
+    from .mma_gemm import nvfp4_gemm_kernel  # Gluon exists for NVIDIA builds of Triton
+    from .wgmma_gemm import nvfp4_wgmma_kernel, permute_tokens
+
+    if config is None:
+        rows_per_expert = 1 if gemm.expert_ids is not None else gemm.num_rows / gemm.num_experts
+        config = choose_config(gemm.a.device, gemm.b.shape[1], gemm.depth, rows_per_expert)
+    tiles = max_row_tiles(gemm, config.block_t) * triton.cdiv(gemm.b.shape[1], config.block_n)
+    grid = min(tiles, num_sms(gemm.a.device) * config.programs_per_sm)
+    operands, x_global, b, b_scales, *rest = arguments
+    groups = config.block_k // GROUP
+    if config.warpgroup:
+        operands = permute_tokens(operands, groups)
+    kernel = nvfp4_wgmma_kernel if config.warpgroup else nvfp4_gemm_kernel
+    return kernel[(grid,)](
+        operands, x_global, b.view(torch.int64), b_scales.view(torch.uint8).view(torch.int16), *rest, **constants,
+        BLOCK_N=config.block_n, GROUPS=groups, BLOCK_T=config.block_t, STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def max_row_tiles(gemm: Gemm, block_t: int) -> int:
+    """No routing of these rows makes more row tiles: every group may end in a tile that is not full."""
+    rows = gemm.num_rows
+    if gemm.expert_ids is not None:
+        return rows
+    groups = 1 if gemm.expert_start is None else min(rows, gemm.num_experts + 1)
+    return min(rows, triton.cdiv(rows, block_t) + groups)
+
+
+def launch_portable(gemm: Gemm, arguments: tuple, constants: dict) -> None:
+    operands, x_global, b, b_scales, *rest = arguments
+    grid = (max_row_tiles(gemm, PORTABLE_TILE["BLOCK_T"]), triton.cdiv(gemm.num_cols, PORTABLE_TILE["BLOCK_N"]))
+    portable_gemm_kernel[grid](
+        operands, x_global, b.view(torch.uint8), b_scales.view(torch.uint8), *rest, **constants, **PORTABLE_TILE
+    )

@@ -1,0 +1,180 @@
+"""Gluon building blocks: how a tile of NVFP4 weights becomes tensor-core operands without moving between threads.
+
+One lane owns whole 16-groups. In a chunk of G groups, lane t of a quad owns groups [t * G/4, (t + 1) * G/4): it reads
+them, their scales and the activations under them as contiguous vectors. The K order inside a product is free as long
+as weights and activations agree, so the groups are relabelled to the slots the tensor core gives each lane
+(`to_slots`), and the 16 values of a group feed 8 products of two values each. In the 32-bit word `a` of a group
+(8 codes, low nibble first) product p takes codes p and p + 4, which a shift leaves in the two halves of a register:
+
+    product 4a + p   <-   k = 8a + p  and  k = 8a + p + 4        a in 0..1, p in 0..3
+
+E2M1 to bf16: sign to bit 15, the 3 magnitude bits to 8..6, which reads as value * 2^-126, subnormals included; times
+the scale as bf16(scale * 2^119) that is exactly code * scale * 2^-7 (6 significant bits). To fp16: magnitude bits to
+11..9, value * 2^-14, times the scale itself: code * scale * 2^-14. `OPERAND_SHIFT` undoes the power after the sum.
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia import ampere
+
+OPERAND_SHIFT = {"bf16": 2.0**7, "fp16": 2.0**14}
+
+load_async = getattr(ampere.async_copy, "async_load", ampere.async_copy.async_copy_global_to_shared)
+
+
+def _spread_codes(is_fp16: bool) -> str:
+    """PTX: $0..$15 <- the 16 values of the group in $16 (64 bits), scaled by the pair in $17.
+
+    One `and` isolates codes p and p + 4, one multiply-add (off the ALU pipe) puts sign and magnitude in place.
+    """
+    lines = ["{", ".reg .b32 w<2>, t, u, v, z;", "mov.b64 {w0, w1}, $16;", "mov.b32 z, 0x80008000;"]
+    for product in range(8):
+        word, pair = divmod(product, 4)
+        source, odd = f"w{word}", pair % 2
+        if pair >= 2:
+            source = "t"
+            if not odd:
+                lines.append(f"shr.u32 t, w{word}, 8;")
+        if is_fp16:
+            magnitude, sign = (0x00700070, 0x00800080) if odd else (0x00070007, 0x00080008)
+            to_magnitude, to_sign = (0x20, 0x100) if odd else (0x200, 0x1000)
+            lines += [
+                f"and.b32 u, {source}, {magnitude:#x};",
+                f"mul.lo.u32 u, u, {to_magnitude:#x};",
+                f"and.b32 v, {source}, {sign:#x};",
+                f"mad.lo.u32 u, v, {to_sign:#x}, u;",
+                "mul.rn.f16x2 u, u, $17;",
+            ]
+        else:
+            codes, to_both = (0x00F000F0, 0x104) if odd else (0x000F000F, 0x1040)
+            lines += [
+                f"and.b32 u, {source}, {codes:#x};",
+                f"mul.lo.u32 u, u, {to_both:#x};",
+                "and.b32 u, u, 0x81C081C0;",
+                "fma.rn.bf16x2 u, u, $17, z;",
+            ]
+        lines.append(f"mov.b32 {{${2 * product}, ${2 * product + 1}}}, u;")
+    return "\n".join([*lines, "}"])
+
+
+SPREAD_BF16 = gl.constexpr(_spread_codes(is_fp16=False))
+SPREAD_FP16 = gl.constexpr(_spread_codes(is_fp16=True))
+SPREAD_REGISTERS = gl.constexpr(",".join(["=h"] * 16) + ",l,r")
+
+# $0, $1 <- the two scale bytes in $2, each as a pair of equal operands.
+SCALES_BF16 = gl.constexpr("""{
+.reg .b16 h<2>; .reg .b32 p; .reg .f32 f<2>;
+cvt.rn.f16x2.e4m3x2 p, $2;
+mov.b32 {h0, h1}, p;
+cvt.f32.f16 f0, h0;
+cvt.f32.f16 f1, h1;
+mul.f32 f0, f0, 0f7B000000;
+mul.f32 f1, f1, 0f7B000000;
+cvt.rn.bf16x2.f32 $0, f0, f0;
+cvt.rn.bf16x2.f32 $1, f1, f1;
+}""")
+SCALES_FP16 = gl.constexpr("""{
+.reg .b16 h<2>; .reg .b32 p;
+cvt.rn.f16x2.e4m3x2 p, $2;
+mov.b32 {h0, h1}, p;
+mov.b32 $0, {h0, h0};
+mov.b32 $1, {h1, h1};
+}""")
+
+
+@gluon.constexpr_function
+def powers(low: int, high: int) -> list:
+    """The powers of two in [low, high)."""
+    return [1 << i for i in range(high.bit_length()) if low <= 1 << i < high]
+
+
+@gluon.constexpr_function
+def mma_layout(num_warps: int):
+    """Sums [BLOCK_N, BLOCK_T]: warps along weight rows, 8 tokens an instruction."""
+    return gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
+
+
+@gluon.constexpr_function
+def group_layout(block_n: int, elements: int, num_warps: int):
+    """Weight words or scale pairs [BLOCK_N, elements], a quarter of each row a lane of the quad."""
+    own = elements // 4
+    registers = [[0, b] for b in powers(1, own)] + [[8, 0]] + [[b, 0] for b in powers(16 * num_warps, block_n)]
+    lanes = [[0, own], [0, 2 * own], [1, 0], [2, 0], [4, 0]]
+    warps = [[b, 0] for b in powers(16, 16 * num_warps)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [block_n, elements])
+
+
+@gluon.constexpr_function
+def token_layout(block_t: int, own: int, num_warps: int):
+    """Activations [4 * BLOCK_T, own]: row 4 * token + t holds what lane t of the token's quad reads."""
+    registers = [[0, b] for b in powers(1, own)] + [[b, 0] for b in powers(32, 4 * block_t)]
+    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0]] * len(powers(1, num_warps)), [], [4 * block_t, own])
+
+
+@gluon.constexpr_function
+def copy_layout(cols: int, vector: int, num_warps: int):
+    """Global to shared copies of [rows, cols], `vector` elements a lane."""
+    across = min(32, cols // vector)
+    return gl.BlockedLayout([1, vector], [32 // across, across], [num_warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def store_layout(block_n: int, vector: int, num_warps: int):
+    """Results [block_n, BLOCK_T]: `vector` consecutive columns of the output a lane, lanes along them first."""
+    across = min(32, block_n // vector)
+    return gl.BlockedLayout([vector, 1], [across, 32 // across], [1, num_warps], [0, 1])
+
+
+@gluon.jit
+def to_slots(values, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
+    """Relabel the groups [.., G] of a quad, lane-major, to tensor-core slots, where the lane is the fastest index."""
+    return values.reshape([BLOCK_N, 4, GROUPS // 4]).permute([0, 2, 1]).reshape([BLOCK_N, GROUPS])
+
+
+@gluon.jit
+def weight_operand(first, second, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr):
+    """One product's left operand [BLOCK_N, 2G] from its two values of every group."""
+    pairs = gl.join(to_slots(first, BLOCK_N, GROUPS), to_slots(second, BLOCK_N, GROUPS)).reshape([BLOCK_N, 2 * GROUPS])
+    return gl.convert_layout(pairs, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def token_operand(pairs, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr):
+    """One product's right operand [2G, BLOCK_T] from activation pairs [BLOCK_T, 4, G/4, 2]."""
+    pairs = pairs.permute([0, 2, 1, 3]).reshape([BLOCK_T, 2 * GROUPS]).permute([1, 0])
+    return gl.convert_layout(pairs, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def weight_values(words, scale_pairs, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, IS_FP16: gl.constexpr):
+    """The 16 scaled values of every group, as 16 tensors [BLOCK_N, G]; scale_pairs int16 [BLOCK_N, G/2]."""
+    decode: gl.constexpr = SCALES_FP16 if IS_FP16 else SCALES_BF16
+    even, odd = gl.inline_asm_elementwise(
+        decode, "=r,=r,h", [scale_pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    scales = gl.convert_layout(gl.join(even, odd).reshape([BLOCK_N, GROUPS]), words.type.layout, assert_trivial=True)
+    if IS_FP16:
+        return gl.inline_asm_elementwise(
+            SPREAD_FP16, SPREAD_REGISTERS, [words, scales], dtype=(gl.float16,) * 16, is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            SPREAD_BF16, SPREAD_REGISTERS, [words, scales], dtype=(gl.bfloat16,) * 16, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def token_pairs(x, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr):
+    """Activations [4 * BLOCK_T, 4G] as the pairs of the 8 products, [BLOCK_T, 4, G/4, 2] each, products in order."""
+    x = x.reshape([BLOCK_T, 4, GROUPS // 4, 2, 2, 2, 2])  # token, lane, own group, word a, pair half, p >> 1, p & 1
+    even, odd = gl.split(x)
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    x0, x4 = gl.split(x0.permute([0, 1, 2, 4, 3]))
+    x1, x5 = gl.split(x1.permute([0, 1, 2, 4, 3]))
+    x2, x6 = gl.split(x2.permute([0, 1, 2, 4, 3]))
+    x3, x7 = gl.split(x3.permute([0, 1, 2, 4, 3]))
+    return x0, x1, x2, x3, x4, x5, x6, x7

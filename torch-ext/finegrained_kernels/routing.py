@@ -1,0 +1,79 @@
+"""Routing: from each token's experts to rows sorted by expert, and back to one row a token."""
+
+from __future__ import annotations
+
+import torch
+
+from ._ops import add_op_namespace_prefix, ops
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def compute_grouped_scheduling(
+    expert_ids: torch.Tensor, num_experts: int, num_top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the S = M * num_top_k (token, choice) pairs by expert; stable, no host sync.
+
+    expert_ids: int [M, num_top_k] or flat [S]; an id outside 0..num_experts-1 (an expert-parallel sentinel, a padding
+    token's -1) belongs to no expert and sorts last.
+    Returns int32 (expert_start [E + 1], gather_idx [S], scatter_idx [S]): sorted row s of expert e, expert_start[e] <=
+    s < expert_start[e + 1], is choice scatter_idx[s] % num_top_k of token gather_idx[s] = scatter_idx[s] // num_top_k.
+    """
+    if expert_ids.dtype not in INDEX_DTYPES:
+        raise TypeError(f"expert_ids: expected int32 or int64, got {expert_ids.dtype}")
+    if num_top_k < 1 or expert_ids.numel() % num_top_k:
+        raise ValueError(f"expert_ids: expected a multiple of num_top_k = {num_top_k} ids, got {expert_ids.numel()}")
+    ids = expert_ids.reshape(-1)
+    keys = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).int()
+    keys, order = keys.sort(stable=True)
+    experts = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
+    expert_start = torch.searchsorted(keys, experts, out_int32=True)
+    scatter_idx = order.int()
+    return expert_start, scatter_idx // num_top_k, scatter_idx
+
+
+def weighted_reduce(
+    rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    """Each token's weighted sum over its choices: [M, N] in the dtype of `rows`, summed in float32, choice 0 first.
+
+    rows: bf16, fp16 or fp32 [M * top_k, N], token-major; top_k_index: int [M, top_k]; top_k_weights: float [M, top_k].
+    A choice whose index is outside 0..num_experts-1 adds nothing; its row is never read into the sum.
+    """
+    if top_k_index.dtype not in INDEX_DTYPES:
+        raise TypeError(f"top_k_index: expected int32 or int64, got {top_k_index.dtype}")
+    if not (rows.is_floating_point() and top_k_weights.is_floating_point()):
+        raise TypeError(f"rows, top_k_weights: expected floating point, got {rows.dtype}, {top_k_weights.dtype}")
+    if top_k_index.ndim != 2 or top_k_weights.shape != top_k_index.shape:
+        shapes = f"{tuple(top_k_index.shape)} and {tuple(top_k_weights.shape)}"
+        raise ValueError(f"top_k_index, top_k_weights: expected one shape (M, top_k), got {shapes}")
+    if rows.ndim != 2 or rows.shape[0] != top_k_index.numel():
+        raise ValueError(f"rows: expected ({top_k_index.numel()}, N), got {tuple(rows.shape)}")
+    if torch.compiler.is_compiling():
+        return ops.weighted_reduce(rows, top_k_index, top_k_weights, num_experts)
+    return _reduce_on_device(rows, top_k_index, top_k_weights, num_experts)
+
+
+def _reduce_on_device(rows, top_k_index, top_k_weights, num_experts: int) -> torch.Tensor:
+    if rows.device.type != "cpu":
+        from .reduce import weighted_reduce_on_gpu  # Triton may be absent where only the CPU is used
+
+        return weighted_reduce_on_gpu(rows, top_k_index, top_k_weights, num_experts)
+    total = torch.zeros(top_k_index.shape[0], rows.shape[1], dtype=torch.float32)
+    for choice in range(top_k_index.shape[1]):
+        valid = (top_k_index[:, choice] >= 0) & (top_k_index[:, choice] < num_experts)
+        terms = rows[choice :: top_k_index.shape[1]].float() * top_k_weights[:, choice, None].float()
+        total += torch.where(valid[:, None], terms, 0.0)
+    return total.to(rows.dtype)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("weighted_reduce"), mutates_args=())
+def _weighted_reduce(
+    rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
+) -> torch.Tensor:
+    return _reduce_on_device(rows, top_k_index, top_k_weights, num_experts)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("weighted_reduce"))
+def _weighted_reduce_fake(rows, top_k_index, top_k_weights, num_experts):
+    return rows.new_empty(top_k_index.shape[0], rows.shape[1])
