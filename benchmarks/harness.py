@@ -17,9 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = (
-    "device,driver,torch,triton,commit,case,variant,tokens,condition,us_p20,us_p50,us_p80,bytes,roof_us,baseline,baseline_us"
-).split(",")
+COLUMNS = [
+    *("device", "driver", "torch", "triton", "commit", "case", "variant", "tokens", "condition"),
+    *("us_p20", "us_p50", "us_p80", "bytes", "roof_us", "baseline", "baseline_us"),
+]
 CALLS = 20
 FLUSH_BYTES = 256 << 20
 
@@ -33,7 +34,7 @@ class Timing:
     p80: float
 
 
-def _quantiles(samples: list[float]) -> Timing:
+def quantiles(samples: list[float]) -> Timing:
     return Timing(*torch.tensor(samples).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist())
 
 
@@ -63,7 +64,7 @@ def time_warm(call: Callable[[], None], *, samples: int = 20) -> Timing:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1000 / CALLS)
-    return _quantiles(times[2:])
+    return quantiles(times[2:])
 
 
 _flush_buffer: torch.Tensor | None = None
@@ -92,7 +93,7 @@ def time_cold(call: Callable[[], None], *, samples: int = 20) -> Timing:
         graph.replay()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1000)
-    return _quantiles(times[2:])
+    return quantiles(times[2:])
 
 
 TIMERS = {"warm": time_warm, "cold": time_cold}

@@ -11,7 +11,9 @@ import triton.language as tl
 def read_sweep_kernel(in_ptr, out_ptr, num_words, BLOCK: tl.constexpr):
     """Sum int64 words; every program walks blocks pid, pid + programs, .."""
     total = tl.zeros((BLOCK,), tl.int64)
-    for block in tl.range(tl.program_id(0), tl.cdiv(num_words, BLOCK), tl.num_programs(0), num_stages=1, loop_unroll_factor=4):
+    for block in tl.range(
+        tl.program_id(0), tl.cdiv(num_words, BLOCK), tl.num_programs(0), num_stages=1, loop_unroll_factor=4
+    ):
         offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         total += tl.load(in_ptr + offs, mask=offs < num_words, other=0)
     tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))

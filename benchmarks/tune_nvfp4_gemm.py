@@ -58,7 +58,7 @@ def part(bundle: ModuleType, name: str) -> ModuleType:
 
 
 def uniform_routing(bundle: ModuleType, tokens: int, experts: int):
-    """(expert_start, gather_idx, scatter_idx, active experts) of `tokens` tokens that each choose 8 distinct experts."""
+    """(expert_start, gather_idx, scatter_idx, active experts) of tokens that each choose 8 experts."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, experts, generator=generator).topk(TOP_K).indices.int().cuda()
     scheduling = part(bundle, "routing").compute_grouped_scheduling(ids, experts, TOP_K)
@@ -95,9 +95,9 @@ def candidates(bundle: ModuleType, tokens: int, experts: int):
     config_type = part(bundle, "nvfp4.configs").Config
     mean = tokens * TOP_K / experts
     small = [
-        (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 4, 4), (64, 512, 4, 3), (64, 256, 2, 4), (32, 256, 2, 4), (32, 512, 2, 4),
-        (128, 128, 4, 4), (128, 128, 8, 4), (128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 3), (128, 512, 8, 3),
-        (256, 128, 8, 4), (256, 256, 8, 3),
+        (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 4, 4), (64, 512, 4, 3), (64, 256, 2, 4), (32, 256, 2, 4),
+        (32, 512, 2, 4), (128, 128, 4, 4), (128, 128, 8, 4), (128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 3),
+        (128, 512, 8, 3), (256, 128, 8, 4), (256, 256, 8, 3),
     ]  # fmt: skip
     if mean <= 2:
         tiles = [(8, small)]
@@ -173,7 +173,9 @@ def main() -> None:
     for case, tokens in itertools.product(arguments.cases, arguments.tokens):
         for config in candidates(bundle, tokens, CASES[case][0]):
             plan.setdefault((case, config), []).append(tokens)
-    jobs = [(arguments.bundle, case, max(tokens), dataclasses.asdict(config)) for (case, config), tokens in plan.items()]
+    jobs = [
+        (arguments.bundle, case, max(tokens), dataclasses.asdict(config)) for (case, config), tokens in plan.items()
+    ]
     failed = set()
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         for case, values, problem in pool.imap_unordered(check_candidate, jobs):
@@ -206,9 +208,9 @@ def time_candidates(bundle: ModuleType, arguments, plan: dict, failed: set, bega
             results.sort(key=lambda result: result[1])
             for config, micros in results[:3]:
                 ratio = micros / roof
-                print(f"{case} {tokens:5} tokens: {micros:8.2f} us = {ratio:.2f} x {roof:.2f}  {dataclasses.astuple(config)}")
+                print(f"{case} {tokens:5} tokens: {micros:8.2f} us, {ratio:.2f} x roof {dataclasses.astuple(config)}")
             sys.stdout.flush()
-            rows += [(case, tokens, roof, micros, *dataclasses.astuple(config)) for config, micros in results]
+            rows += [(case, tokens, roof, micros, config) for config, micros in results]
             if results:
                 entries.append(
                     {
@@ -241,16 +243,19 @@ def read_roof(weights, num_bytes: int) -> float:
     from read_sweep import read_sweep
 
     words = weights[0].view(torch.int64).flatten()[: num_bytes // 8]
-    return min(time_cold(lambda o=options: read_sweep(words, *o), samples=7).p50 for options in ((4, 4), (8, 4), (8, 8), (16, 4)))
+    return min(
+        time_cold(lambda o=options: read_sweep(words, *o), samples=7).p50
+        for options in ((4, 4), (8, 4), (8, 8), (16, 4))
+    )
 
 
 def write(out: Path, rows: list, entries: list) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with (out / "tune.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        names = "block_n block_k block_t num_warps num_stages programs_per_sm".split()
-        writer.writerow(["case", "tokens", "roof_us", "us_p50", *names])
-        writer.writerows(rows)
+        config = [field.name for field in dataclasses.fields(rows[0][4])] if rows else []
+        writer.writerow(["case", "tokens", "roof_us", "us_p50", *config])
+        writer.writerows((*row[:4], *dataclasses.astuple(row[4])) for row in rows)
     name = torch.cuda.get_device_name().lower().replace(" ", "_")
     (out / f"{name}.json").write_text(json.dumps({"entries": entries}, indent=1) + "\n")
 

@@ -24,7 +24,12 @@ MODELOPT_CONFIG = CONFIG | {
 }
 HF_QUANT_CONFIG = {
     "producer": {"name": "modelopt", "version": "0.39.0"},
-    "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]},
+    "quantization": {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    },
 }
 COMPRESSED_TENSORS_CONFIG = CONFIG | {
     "quantization_config": {
@@ -94,7 +99,9 @@ def as_compressed_tensors(tensors: Tensors) -> Tensors:
             name = name.removesuffix(".weight") + ".weight_packed"
         if name.endswith((".weight_scale_2", ".input_scale")):
             tensor = (1 / tensor).reshape(1)
-            name = name.replace(".weight_scale_2", ".weight_global_scale").replace(".input_scale", ".input_global_scale")
+            name = name.replace(".weight_scale_2", ".weight_global_scale").replace(
+                ".input_scale", ".input_global_scale"
+            )
         renamed[name] = tensor
     return renamed
 
@@ -141,7 +148,12 @@ def write_checkpoint(
     """Write ``tensors`` as a Hugging Face directory: one file, or an index and the shards that ``shard_of`` names."""
     root.mkdir(parents=True)
     write_json(root / "config.json", config)
-    for name, content in {"tokenizer.json": "{}\n", "extra/chat_template.jinja": "{{ messages }}", **(extra or {})}.items():
+    for name, content in {
+        "README.md": "# A model\n",
+        "tokenizer.json": "{}\n",
+        "extra/chat_template.jinja": "{{ messages }}",
+        **(extra or {}),
+    }.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(content)
     shards: dict[str, Tensors] = {}

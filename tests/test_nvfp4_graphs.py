@@ -10,7 +10,7 @@ E, N, K, TOP_K, M = 5, 64, 128, 2, 6
 
 
 def make_layer(bundle, device: str):
-    """An expert layer from the public ops: routed, gated, requantized, reduced; and the decode form of its first GEMM."""
+    """An expert layer from the public ops: routed, gated, requantized, reduced; and its first GEMM in other forms."""
     torch.manual_seed(0)
     up, up_scales, up_global = bundle.nvfp4_quantize_two_level(torch.randn(E, 2 * N, K, device=device))
     down, down_scales, down_global = bundle.nvfp4_quantize_two_level(torch.randn(E, K, N, device=device))
@@ -47,7 +47,7 @@ def test_compiles_in_one_graph(bundle, device):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for seed in range(3):
         inputs = make_inputs(seed, device)
-        for got, want in zip(compiled(*inputs), layer(*inputs)):
+        for got, want in zip(compiled(*inputs), layer(*inputs), strict=True):
             assert torch.equal(got, want)
 
 
@@ -62,11 +62,11 @@ def test_replays_with_other_routing(bundle):
         outputs = layer(*static)
     for seed in range(1, 5):
         inputs = make_inputs(seed, "cuda")
-        for holder, value in zip(static, inputs):
+        for holder, value in zip(static, inputs, strict=True):
             holder.copy_(value)
         allocated = torch.cuda.memory_allocated()
         graph.replay()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() == allocated
-        for got, want in zip(outputs, layer(*inputs)):
+        for got, want in zip(outputs, layer(*inputs), strict=True):
             assert torch.equal(got, want)

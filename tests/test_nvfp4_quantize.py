@@ -82,14 +82,18 @@ def test_quantized_values_survive_requantization(quantize, reference):
 
 def test_reference_scale_table_is_torchs(reference):
     byte = torch.arange(256, dtype=torch.uint8)
-    torch.testing.assert_close(reference.e4m3_values(), byte.view(torch.float8_e4m3fn).double(), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(
+        reference.e4m3_values(), byte.view(torch.float8_e4m3fn).double(), equal_nan=True, rtol=0, atol=0
+    )
 
 
 def test_activations_are_independent_rows(quantize):
     torch.manual_seed(3)
     x = torch.randn(5, 64).bfloat16()
     alone = [quantize.nvfp4_act_quant(row) for row in x]
-    x_poisoned = torch.cat([x, torch.full((1, 64), torch.nan, dtype=x.dtype), torch.full((1, 64), torch.inf, dtype=x.dtype)])
+    x_poisoned = torch.cat(
+        [x, torch.full((1, 64), torch.nan, dtype=x.dtype), torch.full((1, 64), torch.inf, dtype=x.dtype)]
+    )
     packed, scales, global_scale = quantize.nvfp4_act_quant(x_poisoned)
     assert global_scale.shape == (7, 1)
     for i, (p, s, g) in enumerate(alone):
@@ -125,7 +129,7 @@ def test_bad_weights_are_named(quantize, weight, error, names):
 def test_bad_globals_are_named(quantize, bad):
     with pytest.raises(ValueError, match="global_scale"):
         quantize.nvfp4_quantize_two_level(torch.ones(16, 32), global_scale=bad)
-    with pytest.raises(TypeError, match="global_scale: expected float32, got torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"global_scale: expected float32, got torch.bfloat16"):
         quantize.nvfp4_quantize_two_level(torch.ones(16, 32), global_scale=torch.ones((), dtype=torch.bfloat16))
 
 

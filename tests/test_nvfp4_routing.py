@@ -59,7 +59,7 @@ def test_swizzle_places_every_byte(bundle, rows, cols):
 
 def test_wrong_arguments_are_named(bundle):
     ids = torch.zeros(3, 2, dtype=torch.int32)
-    with pytest.raises(TypeError, match="expert_ids: expected int32 or int64, got torch.float32"):
+    with pytest.raises(TypeError, match=r"expert_ids: expected int32 or int64, got torch.float32"):
         bundle.compute_grouped_scheduling(ids.float(), 4, 2)
     with pytest.raises(ValueError, match="expert_ids: expected a multiple of num_top_k = 4 ids, got 6"):
         bundle.compute_grouped_scheduling(ids, 4, 4)

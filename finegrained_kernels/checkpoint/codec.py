@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 from finegrained_kernels.checkpoint.names import Plane
-from finegrained_kernels.checkpoint.wire import geometry_problem
+from finegrained_kernels.checkpoint.wire import fixed_bytes, geometry_problem
+
+if TYPE_CHECKING:
+    import torch
+
+    from finegrained_kernels.checkpoint.contents import TensorReader
 
 _CPU_BATCH_BYTES = 8 << 20
 _GPU_BATCH_BYTES = 256 << 20
@@ -31,6 +34,8 @@ class Encoded(NamedTuple):
 
 def batch_bytes(device: torch.device | str) -> int:
     """Bytes of dense planes to work on at a time."""
+    import torch
+
     return _CPU_BATCH_BYTES if torch.device(device).type == "cpu" else _GPU_BATCH_BYTES
 
 
@@ -49,6 +54,8 @@ def encode(
     bundle: ModuleType, planes: Mapping[str, Plane], read_into: ReadInto, device: torch.device | str, shard: str
 ) -> tuple[dict[str, Encoded], dict[str, str]]:
     """Compress the planes of one shard: those that shrink, by name, and why the others stay dense."""
+    import torch
+
     encoded: dict[str, Encoded] = {}
     dense: dict[str, str] = {}
     fits = {}
@@ -69,35 +76,44 @@ def encode(
         if not torch.equal(decoded, source):
             plane = batch[int((decoded != source).flatten(1).any(1).nonzero()[0])]
             raise CheckpointError([Fault(shard, plane.name, "does not decode to the bytes it was encoded from")])
-        for plane, stream, words in zip(batch, fixed, exceptions, strict=True):
-            if stream.nbytes + words.nbytes >= plane.nbytes:
-                dense[plane.name] = f"would take {stream.nbytes + words.nbytes} bytes instead of {plane.nbytes}"
+        streams, words = to_bytes(fixed), to_bytes(torch.cat([words.view(torch.int32) for words in exceptions]))
+        size, end = fixed.shape[1], 0
+        for i, plane in enumerate(batch):
+            begin, end = end, end + exceptions[i].nbytes
+            if size + end - begin >= plane.nbytes:
+                dense[plane.name] = f"would take {size + end - begin} bytes instead of {plane.nbytes}"
             else:
-                encoded[plane.name] = Encoded(to_bytes(stream), to_bytes(words))
+                encoded[plane.name] = Encoded(streams[i * size : (i + 1) * size], words[begin:end])
     return encoded, dense
 
 
-def decode(
-    bundle: ModuleType, batch: Sequence[Plane], read: Callable[[str], memoryview], device: torch.device | str
-) -> memoryview:
+def decode(bundle: ModuleType, batch: Sequence[Plane], reader: TensorReader, device: torch.device | str) -> memoryview:
     """Dense bytes of compressed planes of one geometry, one after the other.
 
     Raises:
         ValueError: from the bundle, if a plane is malformed. It counts planes, and does not know their names.
     """
-    fixed = [_tensor(read(plane.tensors[0]), torch.uint8).to(device) for plane in batch]
-    words = [_tensor(read(plane.tensors[1]), torch.int32).to(device) for plane in batch]
-    scales = bundle.prepare_nvfp4_csf_scales(fixed, words, num_rows=batch[0].rows, num_cols=batch[0].cols)
+    import torch
+
+    rows, cols = batch[0].rows, batch[0].cols
+    size = fixed_bytes(rows, cols)
+    streams = memoryview(bytearray(len(batch) * size))
+    words = [reader.read(plane.tensors[1]) for plane in batch]
+    for i, plane in enumerate(batch):
+        reader.read_into(plane.tensors[0], streams[i * size : (i + 1) * size])
+    fixed = torch.frombuffer(streams, dtype=torch.uint8).view(len(batch), size).to(device)
+    joined = bytearray(b"".join(words)) or bytearray(4)  # frombuffer takes no empty buffer
+    counts = [len(own) // 4 for own in words]
+    exceptions = torch.frombuffer(joined, dtype=torch.int32)[: sum(counts)].to(device).split(counts)
+    scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=rows, num_cols=cols)
     return to_bytes(bundle.decompress_nvfp4_csf_scales(scales).view(torch.uint8))
 
 
 def to_bytes(tensor: torch.Tensor) -> memoryview:
     """A copy of a tensor's bytes, on the host, without going through numpy."""
+    import torch
+
     data = bytearray(tensor.nbytes)
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(tensor.contiguous().view(-1).view(torch.uint8))
     return memoryview(data)
-
-
-def _tensor(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)

@@ -17,6 +17,7 @@ from rich.table import Table
 from finegrained_kernels import checkpoint as checkpoints
 from finegrained_kernels.checkpoint.inspection import USABLE, InspectReport, ScaleStats
 from finegrained_kernels.checkpoint.output import DEFAULT_JOBS
+from finegrained_kernels.checkpoint.restoration import restored_bytes
 
 Source = Annotated[Path, typer.Argument(help="Directory to read. It is never changed.")]
 Destination = Annotated[Path, typer.Argument(help="New or empty directory, or the one that an earlier run began.")]
@@ -95,7 +96,7 @@ def verify(
 
 def restore(checkpoint: Source, destination: Destination, jobs: Jobs = DEFAULT_JOBS, device: Device = "cpu") -> None:
     """Write the original checkpoint again, every file bit for bit."""
-    with _errors(), _progress("restore", _shard_bytes(checkpoint)) as progress:
+    with _errors(), _progress("restore", restored_bytes(checkpoint)) as progress:
         report = checkpoints.restore(checkpoint, destination, jobs=jobs, device=device, progress=progress)
     typer.echo(f"{report.shards} shards, {_size(report.nbytes)}: every file has its original SHA-256")
 

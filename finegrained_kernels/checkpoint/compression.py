@@ -15,7 +15,7 @@ from finegrained_kernels.checkpoint.output import check_space, claim, finishing,
 from finegrained_kernels.checkpoint.publishing import marked_files, other_files, publish, rewritten_files
 from finegrained_kernels.checkpoint.records import Job, read_job, read_records, record_name
 from finegrained_kernels.checkpoint.shards import ShardWork
-from finegrained_kernels.checkpoint.stream import Progress, file_sha256
+from finegrained_kernels.checkpoint.stream import Progress, file_sha256, locked
 from finegrained_kernels.checkpoint.wire import fixed_bytes, geometry_problem
 
 
@@ -115,9 +115,12 @@ def compress(
         CheckpointError: naming file and tensor. Nothing is written before the source's headers and names are checked,
             and no file has its final name before it is complete.
     """
+    from finegrained_kernels import load
+
     source, destination = Path(source), Path(destination)
     plan = plan_compression(source, include=include, exclude=exclude)
     job = _make_job(plan, layout, family, include, exclude)
+    bundle = load()
 
     def ours(root: Path) -> bool:
         begun = read_job(root)
@@ -132,18 +135,20 @@ def compress(
     begun = {shard for shard in job.shards if has_record(shard)}
     if not begun:
         check_space(destination, plan.source_bytes - plan.dense_bytes + plan.least_bytes)
-    job.write(destination, work)
-    shards = ShardWork(plan.source, plan.selected, job, destination, work, device, progress or (lambda _: None))
+    with locked(work / "begin.lock", wait=True) as got:
+        if got and not ours(destination):
+            job.write(destination, work)
+    shards = ShardWork(bundle, plan.source, plan.selected, job, destination, work, device, progress or (lambda _: None))
     resumed = []
 
     def handle(shard: str, stop: Event) -> None:
         if shard in begun and shards.is_finished(shard, stop):
             resumed.append(shard)
-        else:
+        elif shard in begun or not has_record(shard):  # else another process has just finished it
             shards.compress(shard, stop)
 
     with one_torch_thread():
-        for_each_shard(list(job.shards), work, jobs, handle, has_record)
+        for_each_shard(list(job.shards), work, jobs, handle)
     with finishing(work) as unfinished:
         if unfinished:
             publish(plan.source, plan.planes, job, destination, work)
@@ -169,6 +174,7 @@ def _make_job(plan: Plan, layout: str, family: str | None, include: Sequence[str
     rewritten = rewritten_files(source)
     digests = {name: file_sha256(source.root / name) for name in other_files(source)}
     return Job(
+        source_bytes=plan.source_bytes,
         layout=layout,
         family=family,
         include=list(include),

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from threading import Event
+from types import ModuleType
 
 from finegrained_kernels.checkpoint.codec import batches, decode
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
@@ -56,6 +56,7 @@ class ContentCheck:
     """Compares what is on disk with what is known of it.
 
     Attributes:
+        bundle: decodes the planes.
         checkpoint: what to check.
         expected: SHA-256 by tensor name, as stored.
         decoded: SHA-256 of compressed scales, decoded.
@@ -63,6 +64,7 @@ class ContentCheck:
         source: the same model's uncompressed checkpoint, to compare with.
     """
 
+    bundle: ModuleType
     checkpoint: Checkpoint
     expected: Mapping[str, str]
     decoded: Mapping[str, str]
@@ -71,12 +73,6 @@ class ContentCheck:
     device: str
     progress: Progress
     faults: list[Fault] = field(default_factory=list)
-
-    @cached_property
-    def bundle(self):
-        from finegrained_kernels import load
-
-        return load()
 
     def check_shard(self, shard: str, stop: Event) -> None:
         """Collect the faults of one shard: of the tensors in it, and of the planes whose fixed stream it has."""
@@ -108,6 +104,7 @@ class ContentCheck:
             fd = stack.enter_context(opened(self.checkpoint.root / shard, shard))
             with Fanout(consumers, stop, self.progress) as stream:
                 stream.read(fd, header.data_start, header.data_start + header.data_bytes, shard)
+        self.progress(header.data_start)
         for name, digest in digests.digests.items():
             if self.expected.get(name, digest) != digest:
                 message = f"its bytes have changed: SHA-256 {digest}, expected {self.expected[name]}"
@@ -119,7 +116,10 @@ class ContentCheck:
 
     def _check_decoding(self, batch: Sequence[Plane], reader: TensorReader, source: TensorReader | None) -> None:
         try:
-            data = decode(self.bundle, batch, reader.read, self.device)
+            data = decode(self.bundle, batch, reader, self.device)
+        except CheckpointError as error:  # it names the tensor already
+            self.faults += error.faults
+            return
         except ValueError as error:
             if len(batch) > 1:  # one plane at a time, to name it
                 for plane in batch:

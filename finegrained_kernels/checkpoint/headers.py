@@ -175,17 +175,15 @@ def num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def check_tensors(header: Header, name: str) -> None:
     """Raise unless every tensor has a known dtype, and the bytes that its shape needs, without gap or overlap."""
+    sizes: dict[tuple, int] = {}  # of the few kinds that a shard's many tensors are of
     spans = []
     for tensor, (dtype, shape, begin, end) in header.tensors.items():
-        bits = DTYPE_BITS.get(dtype)
-        if bits is None:
-            raise CheckpointError([Fault(name, tensor, f"unknown dtype {dtype!r}")])
-        try:
-            if min(shape, default=0) < 0 or math.prod(shape) * bits != (end - begin) * 8:
-                message = f"{dtype} {list(shape)} does not fill bytes {begin} to {end}"
-                raise CheckpointError([Fault(name, tensor, message)])
-        except TypeError as error:
-            raise CheckpointError([Fault(name, tensor, f"shape {list(shape)} is not made of integers")]) from error
+        size = sizes.get((dtype, shape))
+        if size is None:
+            size = sizes[dtype, shape] = _checked_size(dtype, shape, name, tensor)
+        if end - begin != size:
+            message = f"{dtype} {list(shape)} does not fill bytes {begin} to {end}"
+            raise CheckpointError([Fault(name, tensor, message)])
         spans.append((begin, end))
     spans.sort()
     expected = 0
@@ -194,6 +192,16 @@ def check_tensors(header: Header, name: str) -> None:
             tensor = next(tensor for tensor, info in header.tensors.items() if info[2:] == (begin, end))
             raise CheckpointError([Fault(name, tensor, f"begins at byte {begin}, expected {expected}")])
         expected = end
+
+
+def _checked_size(dtype: str, shape: tuple[int, ...], name: str, tensor: str) -> int:
+    if dtype not in DTYPE_BITS:
+        raise CheckpointError([Fault(name, tensor, f"unknown dtype {dtype!r}")])
+    if not all(isinstance(extent, int) and extent >= 0 for extent in shape):
+        raise CheckpointError([Fault(name, tensor, f"shape {list(shape)} is not made of sizes")])
+    if math.prod(shape) * DTYPE_BITS[dtype] % 8:
+        raise CheckpointError([Fault(name, tensor, f"{dtype} {list(shape)} does not fill whole bytes")])
+    return num_bytes(dtype, shape)
 
 
 def _wrong_size(header: Header, size: int, name: str) -> Fault:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finegrained_kernels.checkpoint.layouts import Checkpoint, open_checkpoint
+from finegrained_kernels.checkpoint.layouts import Checkpoint, open_checkpoint, without_gc
 from finegrained_kernels.checkpoint.names import EXCEPTIONS, Plane
 from finegrained_kernels.checkpoint.wire import SLAB_ROWS, fixed_bytes, geometry_problem
 
@@ -92,6 +92,7 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None) -> InspectRe
     return describe(opened, str(checkpoint))
 
 
+@without_gc()
 def describe(checkpoint: Checkpoint, name: str) -> InspectReport:
     """The report of an opened checkpoint."""
     scales = [

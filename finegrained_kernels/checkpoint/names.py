@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from finegrained_kernels.checkpoint.errors import Fault
 from finegrained_kernels.checkpoint.headers import TensorInfo
@@ -26,8 +26,7 @@ Located = Mapping[str, tuple[str, TensorInfo]]
 """Every tensor of a checkpoint: its shard and its entry."""
 
 
-@dataclass(frozen=True)
-class Plane:
+class Plane(NamedTuple):
     """One NVFP4 scale plane of ``rows`` by ``cols`` bytes, dense or compressed; ``module`` has the weight."""
 
     module: str
@@ -61,7 +60,7 @@ class Plane:
         return self.module + _GLOBALS[self.weight.removeprefix(self.module)]
 
     def as_compressed(self) -> Plane:
-        return replace(self, compressed=True)
+        return self._replace(compressed=True)
 
     @property
     def layer_module(self) -> str:
@@ -130,8 +129,10 @@ def _describe(scale: str, located: Located, compressed: bool, faults: list[Fault
         faults.append(Fault(located[tensor][0], tensor, message))
 
     module = scale.removesuffix(SCALE)
-    weight = next((module + suffix for suffix in _WEIGHTS if module + suffix in located), None)
-    if not scale.endswith(SCALE) or weight is None:
+    weight = module + _WEIGHTS[0]
+    if weight not in located:
+        weight = module + _WEIGHTS[1]
+    if not scale.endswith(SCALE) or weight not in located:
         return fault(f"no weight beside it: expected {module}{' or '.join(_WEIGHTS)}")
     _, (dtype, shape, _, _) = located[weight]
     if dtype not in ("U8", "I8"):

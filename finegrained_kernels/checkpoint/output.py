@@ -49,13 +49,11 @@ def check_space(root: Path, needed: int) -> None:
         raise CheckpointError(f"{root} has {free} bytes free, at least {needed} are needed")
 
 
-def for_each_shard(
-    shards: Sequence[str], work: Path, jobs: int, handle: Callable[[str, Event], None], is_done: Callable[[str], bool]
-) -> None:
+def for_each_shard(shards: Sequence[str], work: Path, jobs: int, handle: Callable[[str, Event], None]) -> None:
     """Call ``handle(shard, stop)`` for each shard, ``jobs`` at a time, sharing them with other processes.
 
-    Each shard is handled under a lock. One that another process holds is left until the end, and then skipped if
-    ``is_done``. Failures are those of `run_shards`.
+    Each shard is handled under a lock. One that another process holds is handled last, when that process is done with
+    it: ``handle`` must see what is finished. Failures are those of `run_shards`.
     """
     locks = {shard: work / f"{i}.lock" for i, shard in enumerate(shards)}
     held_elsewhere: list[str] = []
@@ -68,8 +66,8 @@ def for_each_shard(
                 held_elsewhere.append(shard)
 
     def wait_for(shard: str, stop: Event) -> None:
-        with locked(locks[shard], wait=True):
-            if not is_done(shard):
+        with locked(locks[shard], wait=True) as got:
+            if got:
                 handle(shard, stop)
 
     run_shards(shards, jobs, attempt)
@@ -77,15 +75,15 @@ def for_each_shard(
 
 
 @contextmanager
-def finishing(work: Path) -> Iterator[bool]:
+def finishing(work: Path, *, wait: bool = True) -> Iterator[bool]:
     """The last steps, by one process at a time; then ``work`` goes away, and with it all that an earlier run left.
 
-    Yields False, and has nothing to do, if another process has finished meanwhile.
+    Yields False if another process has finished meanwhile, or is at it and ``wait`` is not set.
     """
-    with locked(work / "finish.lock", wait=True) as got:
+    with locked(work / "finish.lock", wait=wait) as got:
         yield got
         if got:
-            shutil.rmtree(work)
+            shutil.rmtree(work, ignore_errors=True)  # another process may just be making a lock: it comes last then
 
 
 def run_shards(shards: Sequence[str], jobs: int, call: Callable[[str, Event], None]) -> None:

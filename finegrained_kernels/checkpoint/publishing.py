@@ -25,6 +25,7 @@ from finegrained_kernels.checkpoint.stream import copy_file, file_sha256, write_
 from finegrained_kernels.checkpoint.wire import CODEC
 
 _HIDDEN = "."
+_CARD = "README.md"
 
 
 def other_files(checkpoint: Checkpoint) -> Iterator[str]:
@@ -37,8 +38,11 @@ def other_files(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def rewritten_files(checkpoint: Checkpoint) -> list[str]:
-    """Those of `other_files` that say something about compressed shards."""
-    names = [CONFIG, HF_QUANT_CONFIG, checkpoint.layout.index]
+    """Those of `other_files` that say something about the shards, and so are kept twice: as they were, and as they are.
+
+    The model card is among them, since whoever publishes the result will write another.
+    """
+    names = [CONFIG, HF_QUANT_CONFIG, checkpoint.layout.index, _CARD]
     return [name for name in names if name is not None and (checkpoint.root / name).exists()]
 
 
@@ -61,7 +65,8 @@ def publish(source: Checkpoint, planes: Mapping[str, Plane], job: Job, destinati
     for name, digest in job.rewritten.items():
         if copy_file(source.root / name, destination / source_name(name), work, source_name(name)) != digest:
             raise CheckpointError([Fault(name, None, "changed while the checkpoint was compressed")])
-    for name, digest in job.copied.items():
+    kept = job.copied | {name: digest for name, digest in job.rewritten.items() if name == _CARD}
+    for name, digest in kept.items():
         if copy_file(source.root / name, metadata / name, work, name) != digest:
             raise CheckpointError([Fault(name, None, "changed while the checkpoint was compressed")])
     compressed = {

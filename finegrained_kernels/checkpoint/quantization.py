@@ -9,13 +9,14 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from threading import Event
+from types import ModuleType
 
 from finegrained_kernels.checkpoint.config import dump_json, quantized_config
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo, read_header, replace_tensors
 from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint, open_checkpoint, read_json
 from finegrained_kernels.checkpoint.names import GROUP, split_expert
-from finegrained_kernels.checkpoint.output import check_space, claim, finishing, for_each_shard, one_torch_thread
+from finegrained_kernels.checkpoint.output import check_space, claim, finishing, one_torch_thread, run_shards
 from finegrained_kernels.checkpoint.publishing import other_files
 from finegrained_kernels.checkpoint.stream import (
     CHUNK_BYTES,
@@ -68,9 +69,11 @@ def quantize(
         jobs, device, progress: as for `compress`.
 
     Raises:
-        CheckpointError: no expert weights, a K that 16 does not divide, values that are not finite, or a checkpoint that
-            is quantized already. Names shard and tensor.
+        CheckpointError: no expert weights, a K that 16 does not divide, values that are not finite, or a checkpoint
+            that is quantized already. Names shard and tensor.
     """
+    from finegrained_kernels import load
+
     source, destination = Path(source), Path(destination)
     checkpoint = open_checkpoint(source)
     weights = _select(checkpoint, include, exclude)
@@ -83,7 +86,9 @@ def quantize(
         names = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
         return all(name in known or name.startswith(".incomplete/") for name in names)
 
-    quantizing = _Quantizing(checkpoint, weights, input_scale, destination, device, progress or (lambda _: None))
+    quantizing = _Quantizing(
+        load(), checkpoint, weights, input_scale, destination, device, progress or (lambda _: None)
+    )
     work = claim(destination, source, ours=ours)
     after = sum(len(header.raw) + header.data_bytes for header, _ in quantizing.outputs.values())
     check_space(destination, after)
@@ -91,16 +96,16 @@ def quantize(
     def handle(shard: str, stop: Event) -> None:
         quantizing.quantize_shard(shard, work, stop)
 
-    with one_torch_thread():
-        for_each_shard(list(checkpoint.headers), work, jobs, handle, lambda shard: (destination / shard).exists())
-    with finishing(work) as unfinished:
-        if unfinished:
-            for name in others:
-                copy_file(source / name, destination / name, work, name)
-            write_file(destination / CONFIG, dump_json(config), work, CONFIG)
-            if checkpoint.layout.index is not None:
-                index = dump_json(quantizing.new_index())
-                write_file(destination / checkpoint.layout.index, index, work, checkpoint.layout.index)
+    with one_torch_thread(), finishing(work, wait=False) as alone:
+        if not alone:
+            raise CheckpointError(f"another process is writing to {destination}")
+        run_shards(list(checkpoint.headers), jobs, handle)
+        for name in others:
+            copy_file(source / name, destination / name, work, name)
+        write_file(destination / CONFIG, dump_json(config), work, CONFIG)
+        if checkpoint.layout.index is not None:
+            index = dump_json(quantizing.new_index())
+            write_file(destination / checkpoint.layout.index, index, work, checkpoint.layout.index)
     before = sum(len(header.raw) + header.data_bytes for header in checkpoint.headers.values())
     return QuantizeReport(len(checkpoint.headers), len(weights), before, after)
 
@@ -109,18 +114,13 @@ def quantize(
 class _Quantizing:
     """What quantizing any shard needs."""
 
+    bundle: ModuleType
     checkpoint: Checkpoint
     weights: dict[str, TensorInfo]
     input_scale: float | None
     destination: Path
     device: str
     progress: Progress
-
-    @cached_property
-    def bundle(self):
-        from finegrained_kernels import load
-
-        return load()
 
     @cached_property
     def outputs(self) -> dict[str, tuple[Header, list[tuple[int, int] | str]]]:

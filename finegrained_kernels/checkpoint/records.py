@@ -31,12 +31,14 @@ class Job:
     """One compression.
 
     Attributes:
+        source_bytes: of all source shards.
         layout, family, include, exclude: as asked for.
         shards: path of each compressed shard, by path of its source.
         rewritten: SHA-256 of the source's files that `csf_digests/source/` keeps, by path.
         copied: SHA-256 of all other files, by path in the source.
     """
 
+    source_bytes: int
     layout: str
     family: str | None
     include: list[str]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from threading import Event
+from types import ModuleType
 
 from finegrained_kernels.checkpoint.codec import batch_bytes, decode
 from finegrained_kernels.checkpoint.contents import TensorReader
@@ -54,10 +54,10 @@ def restore(
         CheckpointError: no digest records, a tensor that is missing or malformed, or a file whose SHA-256 is not the
             original's: then naming the tensors that are not. No such file is left.
     """
+    from finegrained_kernels import load
+
     root, destination = Path(checkpoint), Path(destination)
-    job = read_job(root)
-    if job is None:
-        raise CheckpointError(f"{root} has no {DIGESTS}: which bytes its files had before is not known")
+    job = _read_job(root)
     opened_checkpoint = open_checkpoint(root)
     raise_faults(opened_checkpoint.faults)
     records = {record.file: record for record in read_records(root, job)}
@@ -70,8 +70,8 @@ def restore(
 
     work = claim(destination, root, ours=ours)
     if not any((destination / shard).exists() for shard in job.shards):
-        check_space(destination, sum(record.nbytes for record in records.values()))
-    restoring = _Restoring(opened_checkpoint, destination, work, device, progress or (lambda _: None))
+        check_space(destination, job.source_bytes)
+    restoring = _Restoring(load(), opened_checkpoint, destination, work, device, progress or (lambda _: None))
     resumed = []
 
     def handle(shard: str, stop: Event) -> None:
@@ -82,28 +82,35 @@ def restore(
             restoring.restore_shard(record, stop)
 
     with one_torch_thread():
-        for_each_shard(list(job.shards), work, jobs, handle, lambda shard: (destination / shard).exists())
+        for_each_shard(list(job.shards), work, jobs, handle)
     with finishing(work) as unfinished:
         if unfinished:
             _restore_files(opened_checkpoint, job, destination, work)
-    return RestoreReport(len(job.shards), len(resumed), sum(record.nbytes for record in records.values()))
+    return RestoreReport(len(job.shards), len(resumed), job.source_bytes)
+
+
+def restored_bytes(checkpoint: str | Path) -> int:
+    """Bytes of the shards that `restore` would write."""
+    return _read_job(Path(checkpoint)).source_bytes
+
+
+def _read_job(root: Path) -> Job:
+    job = read_job(root)
+    if job is None:
+        raise CheckpointError(f"{root} has no {DIGESTS}: which bytes its files had before is not known")
+    return job
 
 
 @dataclass(frozen=True)
 class _Restoring:
     """What restoring any shard needs."""
 
+    bundle: ModuleType
     checkpoint: Checkpoint
     destination: Path
     work: Path
     device: str
     progress: Progress
-
-    @cached_property
-    def bundle(self):
-        from finegrained_kernels import load
-
-        return load()
 
     def restore_shard(self, record: Record, stop: Event) -> None:
         header = record.source_header()
@@ -129,7 +136,7 @@ class _Restoring:
             return
         planes = [self.checkpoint.planes[name] for name in run]
         try:
-            stream.send(decode(self.bundle, planes, reader.read, self.device))
+            stream.send(decode(self.bundle, planes, reader, self.device))
         except CheckpointError:
             raise
         except ValueError as error:

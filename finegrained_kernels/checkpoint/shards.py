@@ -11,9 +11,9 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from threading import Event
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 class ShardWork:
     """What compressing any shard of a job needs."""
 
+    bundle: ModuleType
     source: Checkpoint
     selected: Mapping[str, Plane]
     job: Job
@@ -48,12 +49,6 @@ class ShardWork:
     work: Path
     device: str
     progress: Progress
-
-    @cached_property
-    def bundle(self):
-        from finegrained_kernels import load
-
-        return load()
 
     def path(self, shard: str) -> Path:
         return self.destination / self.job.shards[shard]
@@ -97,6 +92,7 @@ class ShardWork:
             dense=dense,
             file_sha256=sums.hexdigest() if self.job.layout == CONTAINER_LAYOUT else None,
         ).write(self.destination, self.work)
+        self.progress(header.data_start)
 
     def is_finished(self, shard: str, stop: Event) -> bool:
         """Whether an earlier run finished this shard, of this very source, and it is still as it was written."""

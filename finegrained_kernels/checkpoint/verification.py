@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from finegrained_kernels.checkpoint.config import marked_layers
 from finegrained_kernels.checkpoint.contents import ContentCheck
@@ -47,6 +47,8 @@ def verify(
     Raises:
         CheckpointError: ``against`` is not a sound checkpoint.
     """
+    from finegrained_kernels import load
+
     root = Path(checkpoint)
     faults: list[Fault] = []
     source = None
@@ -62,14 +64,17 @@ def verify(
     faults += _unfinished(root)
     damaged = {fault.file for fault in faults}
     faults += [fault for fault in opened.faults if not _follows_from(fault, damaged)]
-    faults += _config_faults(opened)
+    faults += _config_faults(opened, damaged)
     job, records, more = _read_records(root)
     faults += more
     check = ContentCheck(
+        bundle=load(),
         checkpoint=opened,
         expected={name: digest for record in records for name, digest in record.expected_tensors().items()},
         decoded={name: digest for record in records for name, digest in record.tensors.items()},
-        file_digests={path: digest for path, digest in _read_sums(opened, faults).items() if path in opened.headers},
+        file_digests={
+            path: digest for path, digest in _read_sums(opened, damaged, faults).items() if path in opened.headers
+        },
         source=source,
         device=device,
         progress=progress or (lambda _: None),
@@ -98,7 +103,7 @@ def _follows_from(fault: Fault, damaged: set[str]) -> bool:
     return any(f"said to be in {shard}," in fault.message for shard in damaged)
 
 
-def _config_faults(checkpoint: Checkpoint) -> Iterator[Fault]:
+def _config_faults(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[Fault]:
     if checkpoint.config is None:
         yield Fault(CONFIG, None, "does not exist")
         return
@@ -107,7 +112,7 @@ def _config_faults(checkpoint: Checkpoint) -> Iterator[Fault]:
     compressed = {plane.layer_module for plane in checkpoint.planes.values() if plane.compressed}
     for module in sorted(compressed - marked):
         yield Fault(CONFIG, module, "has compressed scales, but is not marked as compressed")
-    for module in sorted(marked - compressed):
+    for module in sorted(marked - compressed) if not damaged else ():  # their scales may be in a damaged shard
         yield Fault(CONFIG, module, "is marked as compressed, but has no compressed scale")
 
 
@@ -125,8 +130,8 @@ def _read_records(root: Path) -> tuple[Job | None, list[Record], list[Fault]]:
     return job, records, faults
 
 
-def _read_sums(checkpoint: Checkpoint, faults: list[Fault]) -> dict[str, str]:
-    """The container's SHA256SUMS; other files than shards are checked here."""
+def _read_sums(checkpoint: Checkpoint, damaged: set[str], faults: list[Fault]) -> dict[str, str]:
+    """The container's SHA256SUMS. Files are checked here unless they are shards, or known to be damaged."""
     if checkpoint.layout.kind != CONTAINER_LAYOUT:
         return {}
     try:
@@ -137,7 +142,7 @@ def _read_sums(checkpoint: Checkpoint, faults: list[Fault]) -> dict[str, str]:
         return {}
     faults += [Fault(SUMS, None, f"does not list {shard}") for shard in checkpoint.headers if shard not in sums]
     for name, digest in sums.items():
-        if name not in checkpoint.headers:
+        if name not in checkpoint.headers and name not in damaged:
             faults += _digest_fault(checkpoint.root / name, name, digest)
     return sums
 
@@ -171,8 +176,9 @@ def _structure_differences(checkpoint: Checkpoint, source: Checkpoint, damaged: 
     located = checkpoint.located
     compressed = {name for name, plane in checkpoint.planes.items() if plane.compressed}
     components = {tensor for name in compressed for tensor in checkpoint.planes[name].tensors}
+    damaged_names = {PurePosixPath(shard).name for shard in damaged}
     for name, (shard, info) in source.located.items():
-        if name in compressed or shard in damaged:
+        if name in compressed or PurePosixPath(shard).name in damaged_names:
             continue
         if name not in located:
             yield Fault(shard, name, "is in the source, and missing here")

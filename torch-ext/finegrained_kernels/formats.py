@@ -30,14 +30,16 @@ class CSFFormat:
 
     def check_plane(self, num_rows: int, num_cols: int) -> None:
         """Raise `ValueError` unless planes of `num_rows` x `num_cols` bytes can be stored."""
+        for name, value in (("num_rows", num_rows), ("num_cols", num_cols)):
+            if not isinstance(value, int):
+                raise ValueError(f"{name} must be an int, got {value!r}")
         if num_rows <= 0 or num_rows % self.rows_per_slab:
             raise ValueError(f"num_rows must be a positive multiple of {self.rows_per_slab}, got {num_rows}")
         if num_cols <= 0 or num_cols % 2:
             raise ValueError(f"num_cols must be a positive even number, got {num_cols}")
         if num_rows * num_cols > 1 << self.position_bits:
-            raise ValueError(
-                f"a plane holds at most 2^{self.position_bits} bytes, got {num_rows} x {num_cols} = {num_rows * num_cols}"
-            )
+            limit = f"a plane holds at most 2^{self.position_bits} bytes"
+            raise ValueError(f"{limit}, got {num_rows} x {num_cols} = {num_rows * num_cols}")
 
     def slab_bytes(self, num_cols: int) -> int:
         """Bytes of one slab: a base a row, then the rows' codes."""

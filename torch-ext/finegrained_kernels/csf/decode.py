@@ -33,6 +33,7 @@ def decompress_nvfp4_csf_scales(
     *,
     workspace: torch.Tensor | None = None,
     expert_start: torch.Tensor | None = None,
+    max_active: int | None = None,
     swizzled: bool = False,
 ) -> torch.Tensor:
     """Decode scale planes into `workspace`, exactly, in one launch on the current stream.
@@ -44,16 +45,19 @@ def decompress_nvfp4_csf_scales(
         expert_start: int32 `[E + 1 or more]`, read on the device. Only planes `e` with
             `expert_start[e] < expert_start[e + 1]` are decoded; the others' bytes stay as they are (zero in a new
             workspace). None: every plane is decoded.
+        max_active: at most so many planes are active, say tokens x top-k. Sizes the launch, never the result.
         swizzled: write the 32x4x4 form that block-scaled MMA reads, padding bytes zero, instead of rows.
 
     Returns:
-        A view of the workspace: float8_e4m3fn `[E, N, C]`, or `[E, ceil(N / 128), ceil(C / 4), 32, 4, 4]` if swizzled.
+        A view of the workspace: float8_e4m3fn `[E, N, C]`, or `[E, ceil(N / 128), ceil(C / 4), 32, 16]` if swizzled.
 
     Raises:
         ValueError: a workspace or `expert_start` of another dtype, device or rank, or too short. Nothing is written.
 
     Bytes moved: `E * (N + N * C / 2 + N * C)` and 4 an exception.
     """
+    if not isinstance(scales, NVFP4CSFScales):
+        raise ValueError(f"scales must be NVFP4CSFScales of this bundle, got {type(scales).__name__}")
     num_planes, num_rows, num_cols = scales.shape
     size = csf_workspace_size(scales, swizzled=swizzled)
     if expert_start is not None:
@@ -64,10 +68,10 @@ def decompress_nvfp4_csf_scales(
     else:
         _check_workspace(workspace, scales, size)
     out = workspace.view(-1)[:size]
-    if torch.compiler.is_compiling():
-        ops.csf_decode(*scales.state_dict().values(), out, expert_start, swizzled)
-    else:
-        csf_decode(*scales.state_dict().values(), out, expert_start, swizzled)
+    decode = ops.csf_decode if torch.compiler.is_compiling() else csf_decode
+    decode(
+        scales.bases, scales.codes, scales.exceptions, scales.exception_offsets, out, expert_start, swizzled, max_active
+    )  # fmt: skip
     plane_shape = swizzled_shape(num_rows, num_cols) if swizzled else (num_rows, num_cols)
     return out.view(torch.float8_e4m3fn).view(num_planes, *plane_shape)
 
@@ -103,12 +107,13 @@ def csf_decode(
     out: torch.Tensor,
     expert_start: Optional[torch.Tensor],  # noqa: UP045  (the op's schema is read from here on Python 3.9)
     swizzled: bool,
+    max_active: Optional[int] = None,  # noqa: UP045
 ) -> None:
     """Decode into `out`, uint8 `[workspace size]`. Arguments are the validated ones of the public function."""
     if out.is_cuda:
         from .decode_triton import launch_decode
 
-        launch_decode(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled)
+        launch_decode(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, max_active)
     else:
         _decode_torch(NVFP4CSFScales(bases, codes, exceptions, exception_offsets), out, expert_start, swizzled)
 
@@ -118,7 +123,7 @@ torch.library.custom_op(add_op_namespace_prefix("csf_decode"), mutates_args={"ou
 
 
 @torch.library.register_fake(add_op_namespace_prefix("csf_decode"))
-def _(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled) -> None:
+def _(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, max_active=None) -> None:
     return None
 
 

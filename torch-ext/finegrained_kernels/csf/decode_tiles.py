@@ -35,7 +35,7 @@ def store_exceptions(
         row = position // NUM_COLS
         col = position % NUM_COLS
         position = (row // 128 * COL_TILES + col // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + col % 4
-    tl.store(out_ptr + position, (words >> POSITION_BITS).to(tl.uint8), mask=mask)
+    tl.store(out_ptr + position, (words >> POSITION_BITS).to(tl.uint8), mask=mask, cache_modifier=".cg")
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def decode_row_tile(
     mask = offs < PLANE_BYTES // 8
     value = row_words(bases_ptr, codes_ptr, offs, mask, NUM_COLS)
     if ALIGNED:
-        tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + offs, value, mask=mask)
+        tl.store(out_ptr.to(tl.pointer_type(tl.uint64)) + offs, value, mask=mask, cache_modifier=".cg")
     else:
         mask = mask & (offs > i_tile * BLOCK)
         before = row_words(bases_ptr, codes_ptr, offs - 1, mask, NUM_COLS)
@@ -125,7 +125,7 @@ def decode_swizzled_tile(
     NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Decode rows `[128 * i_tile, ...)` of a plane to `[ceil(C / 4), 32, 4, 4]`, `BLOCK` column tiles at a time."""
+    """Decode rows `[128 * i_tile, ...)` of a plane to `[ceil(C / 4), 32, 16]`, `BLOCK` column tiles at a time."""
     PLANE_BYTES: tl.constexpr = NUM_ROWS * NUM_COLS
     ROW_TILES: tl.constexpr = (NUM_ROWS + 127) // 128
     COL_TILES: tl.constexpr = (NUM_COLS + 3) // 4

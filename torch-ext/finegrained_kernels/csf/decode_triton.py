@@ -59,16 +59,26 @@ def decode_kernel(
         )  # fmt: skip
 
 
-def decode_config(num_sms: int, num_planes: int, num_rows: int, num_cols: int, *, routed: bool, swizzled: bool) -> dict:
-    """Grid and constants of `decode_kernel`, from shape and device alone."""
+def decode_config(
+    num_sms: int, num_planes: int, num_rows: int, num_cols: int, *, routed: bool, swizzled: bool, max_active: int | None
+) -> dict:
+    """Grid and constants of `decode_kernel`, from shape and device alone.
+
+    A routed launch with few active planes is bound by latency and wants few programs, one with many wants all the
+    loads in flight that fit: `max_active` says which. Unknown, the first is assumed.
+    """
+    block, num_warps, programs_per_sm = 512, 4, 2
     if swizzled:
         tiles, col_tiles = swizzled_shape(num_rows, num_cols)[:2]
-        block, num_warps = (8 if col_tiles % 16 else 16), 4
+        block = 8 if col_tiles % 16 else 16
     else:
-        block, num_warps = 512, 4
+        few_bytes = 8 * block * programs_per_sm * num_sms
+        if routed and max_active is not None and max_active * num_rows * num_cols > few_bytes:
+            block, programs_per_sm = 1024, 6
         tiles = triton.cdiv(num_rows * num_cols, 8 * block)
+    num_items = tiles * min(num_planes, num_planes if max_active is None else max_active)
     return {
-        "grid": min(num_planes * tiles, 4 * num_sms) if routed else num_planes * tiles,
+        "grid": max(1, min(num_items, programs_per_sm * num_sms)) if routed else num_planes * tiles,
         "TILES": tiles,
         "BLOCK": block,
         "BLOCK_X": 32 * num_warps,
@@ -85,13 +95,16 @@ def launch_decode(
     out: torch.Tensor,
     expert_start: torch.Tensor | None,
     swizzled: bool,
+    max_active: int | None = None,
     **overrides: int,
 ) -> None:
     """Launch on the current stream of `out`'s device. `overrides` replace entries of `decode_config`, for tuning."""
     num_planes, num_rows = bases.shape
     num_cols = codes.shape[2] * 2
     routed = expert_start is not None
-    config = decode_config(num_sms(out.device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled)
+    config = decode_config(
+        num_sms(out.device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled, max_active=max_active
+    )
     config.update(overrides)
     shift = out.data_ptr() % (4 if swizzled else 8)
     with on_device(out.device):

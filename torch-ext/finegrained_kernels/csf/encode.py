@@ -10,9 +10,6 @@ import torch
 
 from ..formats import NVFP4_CSF
 
-_MAX_CUDA_COLS = 8160
-"""Widest plane whose rows the GPU kernel counts in bytes; wider ones are encoded by torch, on the device too."""
-
 _CHUNK_BYTES = 1 << 18
 """Bytes encoded at a time by torch, so that every pass after the first finds them, and their counters, in cache."""
 
@@ -39,13 +36,14 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
     One host sync on CUDA, to size the exceptions.
     """
     if not isinstance(scales, torch.Tensor) or scales.dtype not in (torch.float8_e4m3fn, torch.uint8):
-        raise ValueError(f"scales must be float8_e4m3fn or uint8, got {getattr(scales, 'dtype', type(scales).__name__)}")
+        dtype = getattr(scales, "dtype", type(scales).__name__)
+        raise ValueError(f"scales must be float8_e4m3fn or uint8, got {dtype}")
     if scales.dim() not in (2, 3) or 0 in scales.shape:
         raise ValueError(f"scales must be [N, C] or [E, N, C] and not empty, got shape {tuple(scales.shape)}")
     NVFP4_CSF.check_plane(*scales.shape[-2:])
     planes = scales.view(torch.uint8).contiguous()
     planes = planes.unsqueeze(0) if planes.dim() == 2 else planes
-    if planes.is_cuda and planes.shape[2] <= _MAX_CUDA_COLS:
+    if planes.is_cuda:
         from .encode_triton import encode_cuda as encode
     else:
         encode = encode_torch
@@ -92,7 +90,8 @@ def _choose_bases(rows: torch.Tensor) -> torch.Tensor:
     num_cols = rows.shape[1]
     last_first = NVFP4_CSF.max_base + 1 - _CANDIDATES
     first = (rows.sum(1, dtype=torch.int32) // num_cols - _MEAN_OFFSET).clamp_(0, last_first)
-    slots = (rows - first.to(torch.uint8)[:, None]).clamp_(max=2 * _CANDIDATES - 1)  # the last: out of reach, both sides
+    slots = rows - first.to(torch.uint8)[:, None]  # values out of reach, on both sides, get 31 or more
+    slots.clamp_(max=2 * _CANDIDATES - 1)
     counts = _histogram(slots, 2 * _CANDIDATES)
     num_outside = counts[:, -1]
     coverage, best = _rank_windows(counts[:, :-1])

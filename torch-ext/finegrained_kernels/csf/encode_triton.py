@@ -3,13 +3,11 @@
 Bytes moved: every scale byte twice (once a kernel), 0.5 and a base a row written, 4 an exception. The host waits
 once, to learn how many exceptions there are.
 
-A row's base is the lowest of 241 whose window of 16 values covers the most bytes. The kernel ranks the 16 windows whose
-top values are `top`, `top - 1`, ..., `top - 15`, with `top` a little above the row's mean, and counts what others could
-cover at most: further up, the bytes of at least `top - 14`; further down, those below `top - 15`. Nearly always
-neither beats the best of the 16. Where it does not hold, a tile of rows tries all 241.
+A row's base is the lowest of 241 whose window of 16 values covers the most bytes. Windows are ranked eight at a time,
+from around the row's mean, and further down or up until counts prove that no other can win: one further down covers at
+most the bytes not above its top, one further up at most those not below its base. Nearly always the first eight do.
 
-Bytes are compared four at a time in an int32. Bytes above 127 count as 127, which no window up to `top <= 126` covers;
-then `byte >= t` is bit 7 of `byte + (128 - t)`, and no sum carries into its neighbour.
+Where bytes are compared or subtracted four at a time in a word, nothing ever carries from byte to byte.
 """
 
 from __future__ import annotations
@@ -27,17 +25,25 @@ TOP_BITS = tl.constexpr(0x80808080)
 
 
 @triton.jit
-def load_words(planes_ptr, rows, mask_r, i_chunk, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Bytes of four columns a word, uint32 `[rows, BLOCK_W]`; where C ends inside a word, 255."""
-    word = i_chunk * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-    offs = rows[:, None] * NUM_COLS + word * 4
-    mask = mask_r[:, None] & (word * 4 < NUM_COLS)
+def load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Bytes `[rows, 4 * BLOCK_W]` of columns from `4 * BLOCK_W * i_chunk`, int32, and their mask."""
+    cols = i_chunk * (4 * BLOCK_W) + tl.arange(0, 4 * BLOCK_W)[None, :]
+    mask = mask_r[:, None] & (cols < NUM_COLS)
+    return tl.load(planes_ptr + rows[:, None] * NUM_COLS + cols, mask=mask, other=0).to(tl.int32), mask
+
+
+@triton.jit
+def load_words(planes_ptr, rows, mask_r, column, NUM_COLS: tl.constexpr):
+    """Four columns a word from `column`, a multiple of 4, uint32; zero past the last column."""
+    offs = rows[:, None] * NUM_COLS + column
+    mask = mask_r[:, None] & (column < NUM_COLS)
     if NUM_COLS % 4 == 0:
-        return tl.load((planes_ptr + offs).to(tl.pointer_type(tl.uint32)), mask=mask, other=0xFFFFFFFF)
-    pair_ptr = (planes_ptr + offs).to(tl.pointer_type(tl.uint16))
-    low = tl.load(pair_ptr, mask=mask, other=0xFFFF).to(tl.uint32)
-    high = tl.load(pair_ptr + 1, mask=mask & (word * 4 + 2 < NUM_COLS), other=0xFFFF).to(tl.uint32)
-    return low | (high << 16)
+        words = tl.load((planes_ptr + offs).to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
+    else:
+        pair_ptr = (planes_ptr + offs).to(tl.pointer_type(tl.uint16))
+        words = tl.load(pair_ptr, mask=mask, other=0).to(tl.uint32)
+        words |= tl.load(pair_ptr + 1, mask=mask & (column + 2 < NUM_COLS), other=0).to(tl.uint32) << 16
+    return words
 
 
 @triton.jit
@@ -45,12 +51,6 @@ def sum_bytes(words):
     """Sum of all bytes along axis 1, int32."""
     pairs = (words & 0x00FF00FF) + ((words >> 8) & 0x00FF00FF)
     return tl.sum((pairs & 0xFFFF) + (pairs >> 16), axis=1).to(tl.int32)
-
-
-@triton.jit
-def at_least(words, threshold):
-    """One in each byte of `words`, at most 127, that is at least `threshold`, 1 to 128."""
-    return ((words + (128 - threshold).to(tl.uint32) * EACH) & TOP_BITS) >> 7
 
 
 @triton.jit
@@ -70,70 +70,98 @@ def split_codes(words, base, column, NUM_COLS: tl.constexpr):
 
 
 @triton.jit
-def try_all_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr, MAX_BASE: tl.constexpr):
-    """The lowest base with the best coverage of each row, by trying each."""
-    best = tl.full(rows.shape, -1, tl.int32)
-    base = tl.zeros(rows.shape, tl.int32)
-    for other in range(MAX_BASE + 1):
-        covered = tl.zeros(rows.shape, tl.int32)
-        for i_chunk in range((NUM_COLS + 4 * BLOCK_W - 1) // (4 * BLOCK_W)):
-            words = load_words(planes_ptr, rows, mask_r, i_chunk, NUM_COLS, BLOCK_W)
-            column = (i_chunk * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]) * 4
-            for i_byte in tl.static_range(4):
-                code = ((words >> (8 * i_byte)) & 0xFF).to(tl.int32) - other
-                covered += tl.sum(((code >= 0) & (code < 16) & (column + i_byte < NUM_COLS)).to(tl.int32), axis=1)
-        base = tl.where(covered > best, other, base)
-        best = tl.maximum(best, covered)
-    return base
+def rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """The best of the windows with top values `top` to `top - 7`, of equals the lowest: its base and coverage.
+
+    Also the most that a window further up can cover, the bytes of at least `top - 14`, and the most that one further
+    down can, those of at most `top - 8`.
+
+    With `depth = top - byte`, lowering the window by one loses the bytes of depth s and gains those of depth 16 + s.
+    Depths 0 to 7 and 15 to 22 are counted in 8-bit counters, eight an int64, over at most 248 columns at a time.
+    """
+    CHUNKS: tl.constexpr = (NUM_COLS + 4 * BLOCK_W - 1) // (4 * BLOCK_W)
+    GROUP: tl.constexpr = 62 // BLOCK_W
+    slot = tl.arange(0, 8)[None, :]
+    gained = tl.zeros((rows.shape[0], 8), tl.int32)
+    num_inside = tl.zeros(rows.shape, tl.int32)
+    num_above = tl.zeros(rows.shape, tl.int32)
+    num_edge = tl.zeros(rows.shape, tl.int32)
+    num_high = tl.zeros(rows.shape, tl.int32)
+    for i_group in range(0, CHUNKS, GROUP):
+        high = tl.zeros(rows.shape, tl.int64)
+        low = tl.zeros(rows.shape, tl.int64)
+        for i_chunk in range(i_group, min(i_group + GROUP, CHUNKS)):
+            value, mask = load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS, BLOCK_W)
+            depth = tl.where(mask, top[:, None] - value, 256)
+            num_above += tl.sum((depth < 0).to(tl.int32), axis=1)
+            num_inside += tl.sum(((depth >= 0) & (depth < 16)).to(tl.int32), axis=1)
+            one = tl.full((1, 1), 1, tl.int64) << ((depth & 7) * 8).to(tl.int64)
+            high += tl.sum(tl.where((depth >= 0) & (depth < 8), one, 0), axis=1)
+            low += tl.sum(tl.where((depth >= 15) & (depth < 23), one, 0), axis=1)
+        num_edge += ((low >> 56) & 0xFF).to(tl.int32)  # depth 15 is the last counter
+        # Multiplying by 0x01...01 puts into each counter the sum of those up to it; shifted by one, of those before it.
+        high *= 0x0101010101010101
+        low *= 0x0101010101010101
+        num_high += ((high >> 56) & 0xFF).to(tl.int32)
+        gained += (((low << 8)[:, None] >> (8 * slot).to(tl.int64)) & 0xFF).to(tl.int32)
+        gained -= (((high << 8)[:, None] >> (8 * slot).to(tl.int64)) & 0xFF).to(tl.int32)
+    exists = top[:, None] - slot >= 15
+    best = tl.max(tl.where(exists, (num_inside[:, None] + gained) * 8 + slot, -8), axis=1)
+    return top - 15 - (best & 7), best >> 3, num_above + num_inside - num_edge, NUM_COLS - num_above - num_high
 
 
 @triton.jit
-def rank_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """The lowest best base among 16 near the row's mean, and whether it is the lowest best of all."""
-    CHUNKS: tl.constexpr = (NUM_COLS + 4 * BLOCK_W - 1) // (4 * BLOCK_W)
-    PADDING: tl.constexpr = CHUNKS * BLOCK_W * 4 - NUM_COLS  # bytes of 255
-    mean = sum_bytes(load_words(planes_ptr, rows, mask_r, 0, NUM_COLS, BLOCK_W)) // (4 * BLOCK_W)
-    top = tl.minimum(tl.maximum(mean + 15, 30), 126)
+def can_lose(mask_r, covered, reach_up, reach_down, highest, lowest):
+    """Whether a window above `highest` or below `lowest - 7` may still win: 0 or 1 a row. Of equals, the lower wins."""
+    down = (reach_down >= covered) & (lowest >= 23)
+    up = (reach_up > covered) & (highest < 255)
+    return (mask_r & (down | up)).to(tl.int32)
 
-    slot = tl.arange(0, 16)
-    window_top = top[:, None, None] - slot[None, None, :]
-    # Counted in each byte on its own: at most one a chunk.
-    inside = tl.zeros((rows.shape[0], BLOCK_W, 16), tl.uint32)
-    from_14 = tl.zeros((rows.shape[0], BLOCK_W), tl.uint32)
-    from_15 = tl.zeros((rows.shape[0], BLOCK_W), tl.uint32)
-    for i_chunk in range(CHUNKS):
-        words = load_words(planes_ptr, rows, mask_r, i_chunk, NUM_COLS, BLOCK_W)
-        high = words & TOP_BITS
-        words = (words & 0x7F7F7F7F) | (high - (high >> 7))
-        from_14 += at_least(words, top[:, None] - 14)
-        from_15 += at_least(words, top[:, None] - 15)
-        inside += at_least(words[:, :, None], window_top - 15) ^ at_least(words[:, :, None], window_top + 1)
-    coverage = sum_bytes(inside)
-    best = tl.max(coverage * 16 + slot[None, :], axis=1)  # of equals the highest slot, the lowest base
-    covered = best >> 4
-    proven = (covered >= sum_bytes(from_14) - PADDING) & (covered > NUM_COLS + PADDING - sum_bytes(from_15))
-    return top - 15 - (best & 15), proven | (mask_r == 0)
+
+@triton.jit
+def choose_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr):
+    """The lowest base with the best coverage of each row, int32."""
+    total = tl.zeros(rows.shape, tl.int32)
+    for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
+        column = (i_word + tl.arange(0, BLOCK_W)[None, :]) * 4
+        total += sum_bytes(load_words(planes_ptr, rows, mask_r, column, NUM_COLS))
+    # The middle of the eight starts 8 below the mean: a wide row's best lies about it, a narrow one's ends at its top.
+    top = tl.minimum(tl.maximum(total // NUM_COLS + 12, 15), 255)
+    base, covered, reach_up, reach_down = rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS, BLOCK_W)
+    highest = top
+    lowest = top
+    searching = tl.max(can_lose(mask_r, covered, reach_up, reach_down, highest, lowest))
+    while searching > 0:
+        down = mask_r & (reach_down >= covered) & (lowest >= 23)
+        top = tl.where(down, lowest - 8, tl.minimum(highest + 8, 255))
+        new_base, new_covered, new_up, new_down = rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS, BLOCK_W)
+        wins = (new_covered > covered) | ((new_covered == covered) & (new_base < base))
+        base = tl.where(wins, new_base, base)
+        covered = tl.where(wins, new_covered, covered)
+        reach_down = tl.where(down, new_down, reach_down)
+        reach_up = tl.where(down, reach_up, new_up)
+        lowest = tl.where(down, top, lowest)
+        highest = tl.where(down, highest, top)
+        searching = tl.max(can_lose(mask_r, covered, reach_up, reach_down, highest, lowest))
+    return base
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def encode_kernel(
     planes_ptr, fixed_ptr, row_counts_ptr, num_rows,
-    NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, MAX_BASE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+    NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Bases and codes of `BLOCK_R` rows, counted through all planes, and how many exceptions each has."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < num_rows
-    base, proven = rank_bases(planes_ptr, rows, mask_r, NUM_COLS, BLOCK_W)
-    if tl.min(proven.to(tl.int32)) == 0:
-        base = try_all_bases(planes_ptr, rows, mask_r, NUM_COLS, BLOCK_W, MAX_BASE)
+    base = choose_bases(planes_ptr, rows, mask_r, NUM_COLS, BLOCK_W)
     slab_ptr = fixed_ptr + rows // 16 * SLAB_BYTES
     tl.store(slab_ptr + rows % 16, base.to(tl.uint8), mask=mask_r)
     codes_ptr = slab_ptr + 16 + rows % 16 * (NUM_COLS // 2)
     num_outside = tl.zeros((BLOCK_R,), tl.int32)
-    for i_chunk in range((NUM_COLS + 4 * BLOCK_W - 1) // (4 * BLOCK_W)):
-        words = load_words(planes_ptr, rows, mask_r, i_chunk, NUM_COLS, BLOCK_W)
-        column = (i_chunk * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]) * 4
+    for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
+        column = (i_word + tl.arange(0, BLOCK_W)[None, :]) * 4
+        words = load_words(planes_ptr, rows, mask_r, column, NUM_COLS)
         codes, outside = split_codes(words, base, column, NUM_COLS)
         num_outside += sum_bytes(outside)
         codes = (codes | (codes >> 4)) & 0x00FF00FF
@@ -160,9 +188,9 @@ def collect_kernel(
     begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows > 0), other=0)
     mask_r = mask_r & (tl.load(row_ends_ptr + rows, mask=mask_r, other=0) > begin)
     base = tl.load(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, mask=mask_r, other=0).to(tl.int32)
-    for i_chunk in range((NUM_COLS + 4 * BLOCK_W - 1) // (4 * BLOCK_W)):
-        words = load_words(planes_ptr, rows, mask_r, i_chunk, NUM_COLS, BLOCK_W)
-        column = (i_chunk * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]) * 4
+    for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
+        column = (i_word + tl.arange(0, BLOCK_W)[None, :]) * 4
+        words = load_words(planes_ptr, rows, mask_r, column, NUM_COLS)
         _, outside = split_codes(words, base, column, NUM_COLS)
         outside = tl.where(mask_r[:, None], outside, 0)
         count = ((outside * EACH) >> 24).to(tl.int32)
@@ -181,16 +209,17 @@ def encode_config(num_cols: int) -> dict[str, int]:
     """Rows, and words of a row, that a program works on at a time: a power of two of words that wastes little."""
     num_words = triton.cdiv(num_cols, 4)
     exact = num_words & -num_words
-    few = num_words <= 128 and exact > 1
-    return {
-        "BLOCK_R": 64,
-        "BLOCK_W": min(8, exact if few else triton.next_power_of_2(num_words)),
-        "num_warps": 4,
-    }
+    block_w = min(8, exact if exact > 1 else triton.next_power_of_2(num_words))
+    return {"BLOCK_R": 64, "BLOCK_W": block_w, "num_warps": 4 if block_w == 8 else 2}
+
+
+def collect_config(num_cols: int) -> dict[str, int]:
+    """The same for the second kernel, which holds less in registers."""
+    return {**encode_config(num_cols), "num_warps": 2}
 
 
 def encode_cuda(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Encode uint8 `[E, N, C]`, `C` at most 8160: `fixed [E, bytes]`, exception words int32 `[X]`, exceptions a plane."""
+    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, exception words int32 `[X]`, exceptions a plane."""
     num_planes, num_rows, num_cols = planes.shape
     if planes.data_ptr() % 4:
         planes = planes.clone()
@@ -207,11 +236,11 @@ def encode_cuda(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[
 
 def launch_encode(planes: torch.Tensor, fixed: torch.Tensor, row_counts: torch.Tensor, **overrides: int) -> None:
     num_planes, num_rows, num_cols = planes.shape
-    config = encode_config(num_cols) | overrides
+    config = {**encode_config(num_cols), **overrides}
     with on_device(planes.device):
         encode_kernel[(triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)](
             planes, fixed, row_counts, num_planes * num_rows,
-            NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), MAX_BASE=NVFP4_CSF.max_base,
+            NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
             **config,
         )  # fmt: skip
 
@@ -220,7 +249,7 @@ def launch_collect(
     planes: torch.Tensor, fixed: torch.Tensor, row_ends: torch.Tensor, words: torch.Tensor, **overrides: int
 ) -> None:
     num_planes, num_rows, num_cols = planes.shape
-    config = encode_config(num_cols) | overrides
+    config = {**collect_config(num_cols), **overrides}
     with on_device(planes.device):
         collect_kernel[(triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)](
             planes, fixed, row_ends, words, num_planes * num_rows,

@@ -19,6 +19,9 @@ from ..formats import NVFP4_CSF
 TILE_BYTES = 1024
 """Decoded bytes between two entries of `exception_offsets`."""
 
+MAX_EXCEPTIONS = 1 << 30
+"""Exceptions a stack may hold, so that kernels index them with int32 and room to spare."""
+
 _FIELDS = ("bases", "codes", "exceptions", "exception_offsets")
 
 
@@ -34,7 +37,7 @@ class NVFP4CSFScales:
         bases: uint8 `[E, N]`, the lowest byte value of each row's window, at most 240.
         codes: uint8 `[E, N, C / 2]`, two 4-bit offsets a byte, low nibble first.
         exceptions: int32 `[X]`, `value << 24 | position in the plane`, plane after plane, positions increasing.
-        exception_offsets: int32 `[E * ceil(N * C / 1024) + 1]`, first exception of every 1024 decoded bytes of each plane.
+        exception_offsets: int32 `[E * ceil(N * C / 1024) + 1]`, the first exception of each 1024 bytes.
     """
 
     bases: torch.Tensor
@@ -90,9 +93,8 @@ class NVFP4CSFScales:
         num_planes, num_rows, num_cols = self.shape
         slabs = (num_planes, num_rows // NVFP4_CSF.rows_per_slab)
         fixed = torch.cat([self.bases.reshape(*slabs, -1), self.codes.reshape(*slabs, -1)], dim=2)
-        first = self.exception_offsets[:: tiles_per_plane(self.plane_bytes)].tolist()
-        words = self.exceptions.view(torch.uint32)
-        return fixed.view(num_planes, -1), [words[begin:end] for begin, end in zip(first[:-1], first[1:])]
+        counts = self.exception_offsets[:: tiles_per_plane(self.plane_bytes)].diff().tolist()
+        return fixed.view(num_planes, -1), list(self.exceptions.view(torch.uint32).split(counts))
 
 
 _pytree.register_pytree_node(
@@ -168,38 +170,44 @@ def _gather_wire(
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Check types, shapes and devices; return `stream [E, bytes]`, `words int32 [X]` and the exceptions a plane."""
     if isinstance(exceptions, torch.Tensor):
-        _check_tensor("exceptions", exceptions, (torch.uint32, torch.int32), exceptions.device)
-        _check_tensor("fixed", fixed, (torch.uint8,), exceptions.device)
+        _check_tensor("exceptions", exceptions, (torch.uint32, torch.int32), (1,), exceptions.device)
+        _check_tensor("fixed", fixed, (torch.uint8,), (1, 2), exceptions.device)
         fixed, exceptions = fixed.reshape(1, -1), [exceptions]
-    elif not exceptions or len(fixed) != len(exceptions):
+    for name, tensors in (("fixed", fixed), ("exceptions", exceptions)):
+        if not isinstance(tensors, (torch.Tensor, list, tuple)) or not getattr(tensors, "ndim", 1):
+            raise ValueError(f"{name} must be a list of one tensor a plane, got {type(tensors).__name__}")
+    if not exceptions or len(fixed) != len(exceptions):
         raise ValueError(f"need one fixed and one exceptions tensor a plane, got {len(fixed)} and {len(exceptions)}")
-    device = fixed.device if isinstance(fixed, torch.Tensor) else getattr(fixed[0], "device", None)
-    for i, words in enumerate(exceptions):
-        _check_tensor(f"exceptions[{i}]", words, (torch.uint32, torch.int32), device)
-        if words.dim() != 1:
-            raise ValueError(f"exceptions[{i}] must be 1-D, got shape {tuple(words.shape)}")
     if isinstance(fixed, torch.Tensor):
-        _check_tensor("fixed", fixed, (torch.uint8,), device)
+        device = fixed.device
+        _check_tensor("fixed", fixed, (torch.uint8,), (2, 3), device)
         if fixed.numel() != len(exceptions) * fixed_bytes:
             raise ValueError(f"fixed must hold {fixed_bytes} bytes a plane, got shape {tuple(fixed.shape)}")
         stream = fixed.reshape(len(exceptions), fixed_bytes)
     else:
+        device = getattr(fixed[0], "device", None)
         for i, plane in enumerate(fixed):
-            _check_tensor(f"fixed[{i}]", plane, (torch.uint8,), device)
-            if plane.dim() not in (1, 2) or plane.numel() != fixed_bytes:
+            _check_tensor(f"fixed[{i}]", plane, (torch.uint8,), (1, 2), device)
+            if plane.numel() != fixed_bytes:
                 raise ValueError(f"fixed[{i}] must hold {fixed_bytes} bytes, got shape {tuple(plane.shape)}")
         stream = torch.stack([plane.reshape(-1) for plane in fixed])
+    for i, words in enumerate(exceptions):
+        _check_tensor(f"exceptions[{i}]", words, (torch.uint32, torch.int32), (1,), device)
     counts = [words.numel() for words in exceptions]
-    if sum(counts) >= 1 << 31:
-        raise ValueError(f"a stack holds fewer than 2^31 exceptions, got {sum(counts)}: split it")
+    if sum(counts) > MAX_EXCEPTIONS:
+        raise ValueError(f"exceptions: a stack holds at most {MAX_EXCEPTIONS}, got {sum(counts)}: split it")
     return stream, torch.cat([words.view(torch.int32) for words in exceptions]), counts
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+def _check_tensor(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], ranks: tuple[int, ...], device: torch.device
+) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.dim() not in ranks:
+        raise ValueError(f"{name} must be {' or '.join(f'{r}-D' for r in ranks)}, got shape {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
 

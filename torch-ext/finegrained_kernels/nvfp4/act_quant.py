@@ -41,7 +41,9 @@ def quantize_rows_kernel(
     code = e2m1_code(x.reshape(BLOCK_K // 16, 16), (scale * global_scale)[:, None])
     if operand_ptr is not None:
         magnitude = code & 7
-        value = tl.where(magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2.0, magnitude * 2.0 - 8.0))
+        value = tl.where(
+            magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2.0, magnitude * 2.0 - 8.0)
+        )
         value = tl.where(code > 7, -value, value) * scale[:, None]
         tl.store(operand_ptr + row * K + offs, value.reshape(BLOCK_K).to(tl.bfloat16), mask=offs < K)
     else:
@@ -72,7 +74,9 @@ def quantize_rows(x: torch.Tensor, global_scale: torch.Tensor | None) -> tuple[t
     packed = x.new_empty(*lead, depth // 2, dtype=torch.uint8)
     scales = x.new_empty(*lead, depth // GROUP, dtype=torch.float8_e4m3fn)
     row_global = x.new_empty((*lead, 1) if global_scale is None else (0,), dtype=torch.float32)
-    _launch(x.reshape(-1, depth), row_global if global_scale is None else global_scale, global_scale is None, packed, scales)
+    _launch(
+        x.reshape(-1, depth), row_global if global_scale is None else global_scale, global_scale is None, packed, scales
+    )
     return packed, scales, row_global
 
 
@@ -108,7 +112,7 @@ def _launch(x, global_scale, is_dynamic: bool, packed=None, scales=None, operand
         return
     with on_device(x.device):
         quantize_rows_kernel[(rows,)](
-            x.contiguous(), global_scale, packed, None if scales is None else scales.view(torch.uint8), operands, row_index,
-            x.shape[0], depth, 0 if global_scale.numel() == 1 else 1,
+            x.contiguous(), global_scale, packed, None if scales is None else scales.view(torch.uint8), operands,
+            row_index, x.shape[0], depth, 0 if global_scale.numel() == 1 else 1,
             IS_DYNAMIC=is_dynamic, BLOCK_K=triton.next_power_of_2(depth),
         )  # fmt: skip

@@ -151,7 +151,12 @@ def check_gemm(
     expect(activation_format in (None, "bf16"), "activation_format", "None or 'bf16'", repr(activation_format))
     expect(act_fn == "silu", "act_fn", "'silu'", repr(act_fn))
     if not gate:
-        expect(swiglu_alpha is None and swiglu_limit is None, "swiglu_alpha and swiglu_limit", "None without gate", "a value")
+        expect(
+            swiglu_alpha is None and swiglu_limit is None,
+            "swiglu_alpha and swiglu_limit",
+            "None without gate",
+            "a value",
+        )
     weight_only = activation_format == "bf16"
     check_weights(B, Bs, gate)
     num_experts, depth = B.shape[0], B.shape[2] * 2
@@ -169,7 +174,12 @@ def check_gemm(
         if expert_start.dtype != torch.int32:
             raise TypeError(f"expert_start: expected int32, got {expert_start.dtype}")
         check_index("expert_start", expert_start, A.device)
-        expect(len(expert_start) > num_experts, "expert_start", f"E + 1 = {num_experts + 1} entries or more", len(expert_start))
+        expect(
+            len(expert_start) > num_experts,
+            "expert_start",
+            f"E + 1 = {num_experts + 1} entries or more",
+            len(expert_start),
+        )
 
     if weight_only:
         expect(a_global_scale is None, "a_global_scale", "None with activation_format='bf16'", "a value")
@@ -177,7 +187,9 @@ def check_gemm(
     if a_global_scale is not None or As is not None:
         a_shapes = ((num_experts,), (A.shape[0], 1))
         a_global = normalize_global("a_global_scale", a_global_scale, A.device, a_shapes)
-    expect(quantize_output or output_global_scale is None, "output_global_scale", "None without quantize_output", "a value")
+    expect(
+        quantize_output or output_global_scale is None, "output_global_scale", "None without quantize_output", "a value"
+    )
     b_columns = 2 if gate else 1
     b_shapes = ((num_experts,), (num_experts, b_columns))
     b_global = normalize_global("b_global_scale", b_global_scale, A.device, b_shapes)

@@ -93,7 +93,9 @@ def kernel_arguments(gemm: Gemm, operands, x_global, gather_idx, outputs) -> tup
         "HAS_LIMIT": gemm.limit is not None,
         "SWIZZLED": gemm.b_scales.ndim == 5,
         "X_GLOBAL_PER_ROW": per_row,
-        "ROUNDED": triton.language.dtype({torch.bfloat16: "bf16", torch.float16: "fp16"}.get(gemm.output_dtype, "fp32")),
+        "ROUNDED": triton.language.dtype(
+            {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(gemm.output_dtype, "fp32")
+        ),
         "BLOCK_E": triton.next_power_of_2(gemm.num_experts + 1),
     }
     return arguments, constants

@@ -85,10 +85,7 @@ def matmul_grouped(
 
 
 def _run(gemm: Gemm) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    if torch.compiler.is_compiling():
-        outputs = ops.nvfp4_gemm(*_to_flat(gemm))
-    else:
-        outputs = _run_on_device(gemm)
+    outputs = ops.nvfp4_gemm(*_to_flat(gemm)) if torch.compiler.is_compiling() else _run_on_device(gemm)
     return tuple(outputs) if gemm.quantize_output else outputs[0]
 
 

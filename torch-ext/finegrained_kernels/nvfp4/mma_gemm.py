@@ -16,14 +16,16 @@ from .rounding import e2m1_code, e4m3_from_amax, e4m3_to_float, gated_product
 from .tiles import (
     copy_layout,
     group_layout,
+    group_scales,
     load_async,
     mma_layout,
+    operand_shift,
     store_layout,
     token_layout,
     token_operand,
     token_pairs,
     weight_operand,
-    weight_values,
+    word_values,
 )
 
 gl_e4m3_from_amax = gluon.jit(e4m3_from_amax.fn)
@@ -76,8 +78,8 @@ def weight_rows(n_tile, rows, N: gl.constexpr, BLOCK_N: gl.constexpr, GATE: gl.c
 
 
 @gluon.jit
-def scale_offsets(rows, pairs, N_ROWS: gl.constexpr, C: gl.constexpr, SWIZZLED: gl.constexpr):
-    """Offsets, in pairs of scale bytes, of columns 2 * pairs of plane rows `rows` (layouts.py for the swizzled form)."""
+def scale_offsets(rows, pairs, C: gl.constexpr, SWIZZLED: gl.constexpr):
+    """Offsets, in pairs of scale bytes, of columns 2 * pairs of plane rows `rows` (swizzled: layouts.py)."""
     if SWIZZLED:
         tile = rows // 128 * ((C + 3) // 4) + pairs // 2
         return tile * 256 + rows % 32 * 8 + rows % 128 // 32 * 2 + pairs % 2
@@ -114,17 +116,19 @@ def multiply_chunk(acc, smem, stage, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexp
     words = w_smem.index(stage).load(group_layout(BLOCK_N, GROUPS, gl.num_warps()))
     scale_pairs = s_smem.index(stage).load(group_layout(BLOCK_N, GROUPS // 2, gl.num_warps()))
     x = x_smem.index(stage).load(token_layout(BLOCK_T, 4 * GROUPS, gl.num_warps()))
-    w = weight_values(words, scale_pairs, GROUPS, BLOCK_N, x.dtype == gl.float16)
+    scales = group_scales(scale_pairs, x.dtype == gl.float16)
     pairs = token_pairs(x, BLOCK_T, GROUPS)
-    for i in gl.static_range(8):
-        left = weight_operand(w[2 * i], w[2 * i + 1], BLOCK_N, GROUPS, MMA)
-        acc = mma_v2(left, token_operand(pairs[i], BLOCK_T, GROUPS, MMA), acc)
+    for word in gl.static_range(2):
+        w = word_values(words, scales, word, x.dtype == gl.float16)
+        for i in gl.static_range(4):
+            left = weight_operand(w[2 * i], w[2 * i + 1], BLOCK_N, GROUPS, MMA)
+            acc = mma_v2(left, token_operand(pairs[4 * word + i], BLOCK_T, GROUPS, MMA), acc)
     return acc
 
 
 @gluon.constexpr_function
 def scale_vector(C: int, GROUPS: int, SWIZZLED: bool) -> int:
-    """Pairs of scale bytes that lie together, aligned, in every row: what one asynchronous copy may take (4 to 16 bytes)."""
+    """Pairs of scale bytes that lie together, aligned, in every row; one copy takes 4 to 16 bytes."""
     return 2 if SWIZZLED else min(8, GROUPS // 2, (C & -C) // 2)
 
 
@@ -151,7 +155,7 @@ def weight_pointers(
     w_group = gl.arange(0, GROUPS, gl.SliceLayout(0, W_COPY))[None, :]
     s_pair = gl.arange(0, GROUPS // 2, gl.SliceLayout(0, S_COPY))[None, :]
     w_ptrs = w_ptr + expert * (ROWS * C) + (w_row[:, None] * C + w_group)
-    s_ptrs = scales_ptr + expert * PLANE + scale_offsets(s_row[:, None], s_pair, ROWS, C, SWIZZLED)
+    s_ptrs = scales_ptr + expert * PLANE + scale_offsets(s_row[:, None], s_pair, C, SWIZZLED)
     return (w_ptrs, s_ptrs), (w_ok[:, None], s_ok[:, None], w_group, s_pair)
 
 
@@ -295,7 +299,7 @@ def nvfp4_gemm_kernel(
     TOKENS: gl.constexpr = gl.SliceLayout(0, mma_layout(W))
     QUAD_TOKENS: gl.constexpr = gl.SliceLayout(1, copy_layout(4 * GROUPS, 8, W))
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    SHIFT: gl.constexpr = 16384.0 if DTYPE == gl.float16 else 128.0
+    SHIFT: gl.constexpr = operand_shift(DTYPE)
     smem = (
         gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2)),
         gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
@@ -327,7 +331,15 @@ def nvfp4_gemm_kernel(
             sources = source_rows(gl.arange(0, BLOCK_T, TOKENS), gather_ptr, first, end, num_sources)
             acc = acc * gl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[None, :]
         values = scale_and_gate(
-            acc, expert, w_global_ptr, None if X_GLOBAL_PER_ROW else x_global_ptr, strides, swiglu, SHIFT, GATE, HAS_LIMIT
+            acc,
+            expert,
+            w_global_ptr,
+            None if X_GLOBAL_PER_ROW else x_global_ptr,
+            strides,
+            swiglu,
+            SHIFT,
+            GATE,
+            HAS_LIMIT,
         )
         if out_scales_ptr is None:
             values = values.to(out_ptr.dtype.element_ty)

@@ -91,7 +91,7 @@ def portable_gemm_kernel(
     X_GLOBAL_PER_ROW: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program. strides: of w_global (expert, half), x_global and out_global (expert). swiglu: alpha, limit."""
+    """One tile a program. strides: of w_global (expert, half), x_global, out_global. swiglu: alpha, limit."""
     n_tile = tl.program_id(1)
     expert, first, end = locate(
         tl.program_id(0), expert_start_ptr, expert_ids_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T
@@ -136,9 +136,9 @@ def portable_gemm_kernel(
         ok = (rows >= 0) & (rows < num_rows)
     if out_scales_ptr is None:
         mask = ok[:, None] & (cols < N)[None, :]
-        tl.store(out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], values.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(
+            out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], values.to(out_ptr.dtype.element_ty), mask=mask
+        )
     else:
         global_scale = tl.load(out_global_ptr + base * strides[3])
-        store_quantized(
-            values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, rows, ok, n_tile * BLOCK_N, N
-        )
+        store_quantized(values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, rows, ok, n_tile * BLOCK_N, N)

@@ -36,7 +36,7 @@ def global_from_amax(amax: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_e2m1(q: torch.Tensor) -> torch.Tensor:
-    """Magnitude codes 0..7 (uint8) of non-negative float32, nearest even: ties at odd codes' borders go to the even one."""
+    """Magnitude codes 0..7 (uint8) of non-negative float32; a tie between two codes goes to the even one."""
     code = (q > 0.25).to(torch.uint8)
     code += q >= 0.75
     code += q > 1.25
@@ -77,7 +77,9 @@ def nvfp4_quantize_two_level(
     amax = flat.abs().amax((-2, -1)) if flat.numel() else flat.new_zeros(flat.shape[0])
     if not bool(torch.isfinite(amax).all()):
         bad = int((~torch.isfinite(amax)).nonzero()[0])
-        raise ValueError(f"weight: expected finite values, got NaN or inf in tensor {bad} of shape {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight: expected finite values, got NaN or inf in tensor {bad} of shape {tuple(weight.shape)}"
+        )
     if global_scale is None:
         globals_ = global_from_amax(amax)
     else:
@@ -109,7 +111,9 @@ def nvfp4_act_quant(
         a_global_scale = as_global("a_global_scale", a_global_scale, x.device)
         if a_global_scale.numel() != 1 and a_global_scale.shape != (*x.shape[:-1], 1):
             expected = (*x.shape[:-1], 1)
-            raise ValueError(f"a_global_scale: expected a scalar or shape {expected}, got {tuple(a_global_scale.shape)}")
+            raise ValueError(
+                f"a_global_scale: expected a scalar or shape {expected}, got {tuple(a_global_scale.shape)}"
+            )
     if torch.compiler.is_compiling():
         packed, scales, row_global = ops.nvfp4_act_quant(x, a_global_scale)
     else:

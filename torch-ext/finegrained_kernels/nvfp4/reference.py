@@ -54,7 +54,7 @@ def dequantize_nvfp4(
 
 
 def align_global(global_scale: torch.Tensor | float, values: torch.Tensor) -> torch.Tensor:
-    """`global_scale` as float64, shaped to multiply `values` [.., N, K]: a scalar, [..] per tensor, or [N, 1] per row."""
+    """`global_scale` as float64, to multiply `values` [.., N, K]: a scalar, [..] per tensor, or [N, 1] per row."""
     scale = torch.as_tensor(global_scale, dtype=torch.float64, device=values.device)
     per_tensor = scale.ndim > 0 and scale.shape == values.shape[:-2]
     return scale[..., None, None] if per_tensor else scale

@@ -10,7 +10,7 @@ as weights and activations agree, so the groups are relabelled to the slots the 
 
 E2M1 to bf16: sign to bit 15, the 3 magnitude bits to 8..6, which reads as value * 2^-126, subnormals included; times
 the scale as bf16(scale * 2^119) that is exactly code * scale * 2^-7 (6 significant bits). To fp16: magnitude bits to
-11..9, value * 2^-14, times the scale itself: code * scale * 2^-14. `OPERAND_SHIFT` undoes the power after the sum.
+11..9, value * 2^-14, times the scale itself: code * scale * 2^-14. `operand_shift` undoes the power after the sum.
 """
 
 from __future__ import annotations
@@ -19,24 +19,18 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import ampere
 
-OPERAND_SHIFT = {"bf16": 2.0**7, "fp16": 2.0**14}
-
 load_async = getattr(ampere.async_copy, "async_load", ampere.async_copy.async_copy_global_to_shared)
 
 
-def _spread_codes(is_fp16: bool) -> str:
-    """PTX: $0..$15 <- the 16 values of the group in $16 (64 bits), scaled by the pair in $17.
+def _spread_codes(word: int, is_fp16: bool) -> str:
+    """PTX: $0..$7 <- the 8 values of 32-bit word `word` of the group in $8 (64 bits), scaled by the pair in $9.
 
     One `and` isolates codes p and p + 4, one multiply-add (off the ALU pipe) puts sign and magnitude in place.
     """
-    lines = ["{", ".reg .b32 w<2>, t, u, v, z;", "mov.b64 {w0, w1}, $16;", "mov.b32 z, 0x80008000;"]
-    for product in range(8):
-        word, pair = divmod(product, 4)
-        source, odd = f"w{word}", pair % 2
-        if pair >= 2:
-            source = "t"
-            if not odd:
-                lines.append(f"shr.u32 t, w{word}, 8;")
+    lines = ["{", ".reg .b32 w<2>, t, u, v, z;", "mov.b64 {w0, w1}, $8;", "mov.b32 z, 0x80008000;"]
+    lines.append(f"shr.u32 t, w{word}, 8;")
+    for product in range(4):
+        source, odd = ("t" if product >= 2 else f"w{word}"), product % 2
         if is_fp16:
             magnitude, sign = (0x00700070, 0x00800080) if odd else (0x00070007, 0x00080008)
             to_magnitude, to_sign = (0x20, 0x100) if odd else (0x200, 0x1000)
@@ -45,7 +39,7 @@ def _spread_codes(is_fp16: bool) -> str:
                 f"mul.lo.u32 u, u, {to_magnitude:#x};",
                 f"and.b32 v, {source}, {sign:#x};",
                 f"mad.lo.u32 u, v, {to_sign:#x}, u;",
-                "mul.rn.f16x2 u, u, $17;",
+                "mul.rn.f16x2 u, u, $9;",
             ]
         else:
             codes, to_both = (0x00F000F0, 0x104) if odd else (0x000F000F, 0x1040)
@@ -53,15 +47,15 @@ def _spread_codes(is_fp16: bool) -> str:
                 f"and.b32 u, {source}, {codes:#x};",
                 f"mul.lo.u32 u, u, {to_both:#x};",
                 "and.b32 u, u, 0x81C081C0;",
-                "fma.rn.bf16x2 u, u, $17, z;",
+                "fma.rn.bf16x2 u, u, $9, z;",
             ]
         lines.append(f"mov.b32 {{${2 * product}, ${2 * product + 1}}}, u;")
     return "\n".join([*lines, "}"])
 
 
-SPREAD_BF16 = gl.constexpr(_spread_codes(is_fp16=False))
-SPREAD_FP16 = gl.constexpr(_spread_codes(is_fp16=True))
-SPREAD_REGISTERS = gl.constexpr(",".join(["=h"] * 16) + ",l,r")
+SPREAD_BF16 = gl.constexpr([_spread_codes(word, is_fp16=False) for word in range(2)])
+SPREAD_FP16 = gl.constexpr([_spread_codes(word, is_fp16=True) for word in range(2)])
+SPREAD_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",l,r")
 
 # $0, $1 <- the two scale bytes in $2, each as a pair of equal operands.
 SCALES_BF16 = gl.constexpr("""{
@@ -82,6 +76,12 @@ mov.b32 {h0, h1}, p;
 mov.b32 $0, {h0, h0};
 mov.b32 $1, {h1, h1};
 }""")
+
+
+@gluon.constexpr_function
+def operand_shift(dtype) -> float:
+    """What the sums of operands of `dtype` are multiplied by."""
+    return 2.0**14 if dtype == gl.float16 else 2.0**7
 
 
 @gluon.constexpr_function
@@ -149,20 +149,28 @@ def token_operand(pairs, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.co
 
 
 @gluon.jit
-def weight_values(words, scale_pairs, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, IS_FP16: gl.constexpr):
-    """The 16 scaled values of every group, as 16 tensors [BLOCK_N, G]; scale_pairs int16 [BLOCK_N, G/2]."""
+def group_scales(scale_pairs, IS_FP16: gl.constexpr):
+    """Every group's scale as a pair of equal operands, int32 [BLOCK_N, G], from pairs of bytes int16 [BLOCK_N, G/2]."""
     decode: gl.constexpr = SCALES_FP16 if IS_FP16 else SCALES_BF16
     even, odd = gl.inline_asm_elementwise(
         decode, "=r,=r,h", [scale_pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    scales = gl.convert_layout(gl.join(even, odd).reshape([BLOCK_N, GROUPS]), words.type.layout, assert_trivial=True)
+    BLOCK_N: gl.constexpr = scale_pairs.shape[0]
+    GROUPS: gl.constexpr = 2 * scale_pairs.shape[1]
+    scales = gl.join(even, odd).reshape([BLOCK_N, GROUPS])
+    return gl.convert_layout(scales, group_layout(BLOCK_N, GROUPS, gl.num_warps()), assert_trivial=True)
+
+
+@gluon.jit
+def word_values(words, scales, WORD: gl.constexpr, IS_FP16: gl.constexpr):
+    """The 8 scaled values of word `WORD` of every group, as 8 tensors [BLOCK_N, G]."""
     if IS_FP16:
         return gl.inline_asm_elementwise(
-            SPREAD_FP16, SPREAD_REGISTERS, [words, scales], dtype=(gl.float16,) * 16, is_pure=True, pack=1
+            SPREAD_FP16[WORD], SPREAD_REGISTERS, [words, scales], dtype=(gl.float16,) * 8, is_pure=True, pack=1
         )
     else:
         return gl.inline_asm_elementwise(
-            SPREAD_BF16, SPREAD_REGISTERS, [words, scales], dtype=(gl.bfloat16,) * 16, is_pure=True, pack=1
+            SPREAD_BF16[WORD], SPREAD_REGISTERS, [words, scales], dtype=(gl.bfloat16,) * 8, is_pure=True, pack=1
         )
 
 

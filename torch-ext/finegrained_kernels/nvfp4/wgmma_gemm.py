@@ -1,8 +1,9 @@
 """The GEMM for many rows an expert on Hopper: warpgroup products, weights from registers, tokens from shared memory.
 
 Same tiles, routing and epilogue as mma_gemm.py, and the same unpacking. Warpgroup products read tokens through
-descriptors, in order, so that here it is the activations that are relabelled once, in memory (`permute_tokens`):
-in each chunk of G groups, value 2 * slot + h of product i; a stage of the ring stacks the 8 products' [BLOCK_T, 2G]. While a chunk's products run, the next chunk is unpacked.
+descriptors, in order, so that here it is the activations that are relabelled, once, in memory (`permute_tokens`): in
+each chunk of G groups, value 2 * slot + h of product i. A stage of the ring stacks the 8 products' [BLOCK_T, 2G].
+While a chunk's products run, the next chunk is unpacked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .mma_gemm import (
     store_values,
     weight_pointers,
 )
-from .tiles import copy_layout, group_layout, load_async, to_slots, weight_values
+from .tiles import copy_layout, group_layout, group_scales, load_async, operand_shift, to_slots, word_values
 
 
 @triton.jit
@@ -57,26 +58,33 @@ def wgmma_layout(num_warps: int, block_t: int):
 
 
 @gluon.jit
-def weight_operands(smem, stage, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr):
-    """The left operands [BLOCK_N, 2G] of a chunk's 8 products."""
-    words = smem[0].index(stage).load(group_layout(BLOCK_N, GROUPS, gl.num_warps()))
-    scale_pairs = smem[1].index(stage).load(group_layout(BLOCK_N, GROUPS // 2, gl.num_warps()))
-    w = weight_values(words, scale_pairs, GROUPS, BLOCK_N, smem[2].dtype == gl.float16)
+def weight_operands(words, scales, WORD: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr, DTYPE: gl.constexpr):
+    """The left operands [BLOCK_N, 2G] of the 4 products of one word of every group."""
+    BLOCK_N: gl.constexpr = words.shape[0]
+    w = word_values(words, scales, WORD, DTYPE == gl.float16)
     left = ()
-    for i in gl.static_range(8):
+    for i in gl.static_range(4):
         pairs = gl.join(to_slots(w[2 * i], BLOCK_N, GROUPS), to_slots(w[2 * i + 1], BLOCK_N, GROUPS))
         pairs = gl.convert_layout(
             pairs.reshape([BLOCK_N, 2 * GROUPS]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True
         )
-        left = left + (pairs,)
+        left = left + (pairs,)  # noqa: RUF005 (Triton tuples do not unpack)
     return left
 
 
 @gluon.jit
-def copy_chunk(smem, pointers, masks, x_ptrs, x_mask, chunk, stage, GROUPS: gl.constexpr, C: gl.constexpr, SWIZZLED: gl.constexpr):
+def copy_chunk(
+    smem, pointers, masks, x_ptrs, x_mask, chunk, stage, GROUPS: gl.constexpr, C: gl.constexpr, SWIZZLED: gl.constexpr
+):
     """Start the copies of one K chunk of weights, scales and permuted activations into a stage of the ring."""
     copy_weights(smem, pointers, masks, chunk, stage, GROUPS, C, SWIZZLED)
     load_async(smem[2].index(stage), x_ptrs + chunk * (16 * GROUPS), mask=x_mask)
+
+
+@gluon.jit
+def finish(acc, busy, OUTSTANDING: gl.constexpr):
+    """Wait for all but the last products; `busy`, what the others read, keeps its registers until then."""
+    return hopper.warpgroup_mma_wait(OUTSTANDING, deps=[acc, busy[0], busy[1], busy[2], busy[3]])[0]
 
 
 @gluon.jit
@@ -101,7 +109,9 @@ def multiply(
         if chunk < NUM_CHUNKS:
             copy_chunk(smem, pointers, masks, x_ptrs, x_mask, chunk, chunk, GROUPS, C, SWIZZLED)
         async_copy.commit_group()
-    acc = hopper.warpgroup_mma_init(acc)
+    NONE: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    none = gl.zeros([BLOCK_N, 2 * GROUPS], smem[2].dtype, NONE)
+    busy = (none, none, none, none)
     for chunk in range(NUM_CHUNKS):
         async_copy.wait_group(STAGES - 3)
         hopper.fence_async_shared()
@@ -110,12 +120,17 @@ def multiply(
             copy_chunk(smem, pointers, masks, x_ptrs, x_mask, ahead, ahead % STAGES, GROUPS, C, SWIZZLED)
         async_copy.commit_group()
         stage = chunk % STAGES
-        left = weight_operands(smem, stage, BLOCK_N, GROUPS, MMA)
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-        for i in gl.static_range(8):
-            right = smem[2].index(stage).slice(i * BLOCK_T, BLOCK_T).permute([1, 0])
-            acc = hopper.warpgroup_mma(left[i], right, acc, is_async=True)
-    return hopper.warpgroup_mma_wait(0, deps=[acc])
+        words = smem[0].index(stage).load(group_layout(BLOCK_N, GROUPS, gl.num_warps()))
+        scale_pairs = smem[1].index(stage).load(group_layout(BLOCK_N, GROUPS // 2, gl.num_warps()))
+        scales = group_scales(scale_pairs, smem[2].dtype == gl.float16)
+        for word in gl.static_range(2):
+            left = weight_operands(words, scales, word, GROUPS, MMA, smem[2].dtype)
+            for i in gl.static_range(4):
+                right = smem[2].index(stage).slice((4 * word + i) * BLOCK_T, BLOCK_T).permute([1, 0])
+                acc = hopper.warpgroup_mma(left[i], right, acc, is_async=True)
+            acc = finish(acc, busy, 4)
+            busy = left
+    return finish(acc, busy, 0)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
@@ -131,7 +146,7 @@ def nvfp4_wgmma_kernel(
     MMA: gl.constexpr = wgmma_layout(W, BLOCK_T)
     N_TILES: gl.constexpr = (N + (BLOCK_N // 2 if GATE else BLOCK_N) - 1) // (BLOCK_N // 2 if GATE else BLOCK_N)
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    SHIFT: gl.constexpr = 16384.0 if DTYPE == gl.float16 else 128.0
+    SHIFT: gl.constexpr = operand_shift(DTYPE)
     smem = (
         gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2)),
         gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
@@ -162,7 +177,15 @@ def nvfp4_wgmma_kernel(
             sources = source_rows(gl.arange(0, BLOCK_T, gl.SliceLayout(0, MMA)), gather_ptr, first, end, num_sources)
             acc = acc * gl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[None, :]
         values = scale_and_gate(
-            acc, expert, w_global_ptr, None if X_GLOBAL_PER_ROW else x_global_ptr, strides, swiglu, SHIFT, GATE, HAS_LIMIT
+            acc,
+            expert,
+            w_global_ptr,
+            None if X_GLOBAL_PER_ROW else x_global_ptr,
+            strides,
+            swiglu,
+            SHIFT,
+            GATE,
+            HAS_LIMIT,
         )
         if out_scales_ptr is None:
             values = values.to(out_ptr.dtype.element_ty)

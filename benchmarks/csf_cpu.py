@@ -1,0 +1,146 @@
+"""On one CPU thread: decoding a stack of scale planes against the plain torch expression of the same formula.
+
+    LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/csf_cpu.py
+
+Bytes moved by decoding: a base a row, half a byte and one byte out a scale, 4 bytes an exception. Its roof is a copy
+that reads and writes as many in all. Compressing reads every scale once and writes the wire form. Outputs are compared
+before anything is timed.
+"""
+
+from __future__ import annotations
+
+import csv
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from harness import COLUMNS
+
+import finegrained_kernels
+
+STACK = (512, 640, 160)
+EXCEPTION_RATE = 0.0102
+RESULTS = Path(__file__).parent / "results" / "csf_cpu.csv"
+
+
+def synthetic_planes(num_planes: int, num_rows: int, num_cols: int, rate: float, seed: int = 0) -> torch.Tensor:
+    """Scale bytes uint8 `[E, N, C]`: each row's spread over one window, but for a share `rate` of bytes outside it."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = {"generator": generator, "dtype": torch.uint8}
+    planes = torch.randint(0, 16, (num_planes, num_rows, num_cols), **draw)
+    planes[:, :, 0], planes[:, :, 1] = 0, 15
+    outside = torch.rand(num_rows, num_cols - 2, generator=generator)
+    threshold = outside.flatten().kthvalue(round(rate * num_rows * num_cols)).values
+    bases = torch.randint(60, 110, (num_planes, num_rows, 1), **draw)
+    planes += bases
+    # The same positions in every plane: a stack is quick to make, and its rate is exact.
+    planes[:, :, 2:].masked_fill_(outside <= threshold, 0x7E)
+    return planes
+
+
+def torch_expression(scales, words: torch.Tensor, plane_starts: torch.Tensor) -> torch.Tensor:
+    """The formula of docs/format.md as one writes it down; each exception's plane is given, as where it starts."""
+    nibbles = torch.stack([scales.codes & 0xF, scales.codes >> 4], dim=-1).to(torch.int16).flatten(-2)
+    planes = (nibbles + scales.bases[:, :, None]).to(torch.uint8)
+    planes.view(-1).index_put_((plane_starts + (words & 0xFFFFFF),), (words >> 24).to(torch.uint8))
+    return planes
+
+
+def quantiles_us(call: Callable[[], object], samples: int) -> tuple[float, float, float]:
+    """20th, 50th and 80th percentile of the time of a call, after one that does not count."""
+    call()
+    times = []
+    for _ in range(samples):
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return tuple(torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist())
+
+
+def environment() -> dict[str, str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = ""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, cwd=RESULTS.parent
+    )
+    return {
+        "device": f"{models[0] if models else platform.machine()}, 1 thread",
+        "driver": "",
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "commit": commit.stdout.strip(),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    bundle = finegrained_kernels.load()
+    num_planes, num_rows, num_cols = STACK
+    planes = synthetic_planes(*STACK, EXCEPTION_RATE)
+    fixed, exceptions = bundle.compress_nvfp4_csf_scales(planes)
+    scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=num_rows, num_cols=num_cols)
+    workspace = torch.empty(bundle.csf_workspace_size(scales), dtype=torch.uint8)
+
+    counts = torch.tensor([len(words) for words in exceptions])
+    words = torch.cat(exceptions).view(torch.int32)
+    plane_starts = torch.arange(num_planes).repeat_interleave(counts) * (num_rows * num_cols)
+
+    def decode() -> torch.Tensor:
+        return bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace)
+
+    def express() -> torch.Tensor:
+        return torch_expression(scales, words, plane_starts)
+
+    def compress() -> object:
+        return bundle.compress_nvfp4_csf_scales(planes)
+
+    for name, output in (("decompress", decode()), ("torch expression", express())):
+        if not torch.equal(output.view(torch.uint8), planes):
+            raise SystemExit(f"{name}: the decoded bytes differ")
+    print(f"stack {num_planes} x {num_rows} x {num_cols}, {len(words) / planes.numel():.2%} exceptions, outputs equal")
+
+    wire_bytes = fixed.nbytes + words.nbytes
+    rows = []
+    for variant, call, moved, samples, baseline in (
+        ("full", decode, wire_bytes + planes.nbytes, 20, express),
+        ("compress", compress, planes.nbytes + wire_bytes, 3, None),
+    ):
+        source, target = torch.zeros(moved // 2, dtype=torch.uint8), torch.empty(moved // 2, dtype=torch.uint8)
+        roof_us = quantiles_us(lambda source=source, target=target: target.copy_(source), 10)[1]
+        p20, p50, p80 = quantiles_us(call, samples)
+        baseline_us = quantiles_us(baseline, 5)[1] if baseline else None
+        print(
+            f"{variant:8} {p50 / 1e3:8.1f} ms ({p20 / 1e3:.1f} to {p80 / 1e3:.1f}), {moved / p50 / 1e3:.2f} GB/s",
+            end="",
+        )
+        print(f", {roof_us / p50:.0%} of a copy", end="")
+        print(f"; torch expression {baseline_us / 1e3:.1f} ms, {baseline_us / p50:.1f}x" if baseline else "")
+        rows.append(
+            environment()
+            | {"case": "qwen_gate", "variant": variant, "tokens": "", "condition": "warm"}
+            | {"us_p20": f"{p20:.1f}", "us_p50": f"{p50:.1f}", "us_p80": f"{p80:.1f}"}
+            | {"bytes": moved, "roof_us": f"{roof_us:.1f}"}
+            | {
+                "baseline": "torch_expression" if baseline else "",
+                "baseline_us": f"{baseline_us:.1f}" if baseline else "",
+            }
+        )
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""How close to memory's speed is decoding? Every kernel is checked bit for bit in the run that times it.
+
+`python benchmarks/csf_decode.py [--out benchmarks/results/csf_decode.csv]`, on a GPU, with the bundle built.
+
+Bytes of decoding E planes of N x C: `E * (N + N * C / 2 + N * C) + 4 * exceptions`, and of a copy half of them read and
+half written. The copy is the roof; a sparse decode is compared with a copy of the active planes' bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+
+import harness
+import torch
+
+from finegrained_kernels import load
+
+CASES = {
+    "qwen_gate": (512, 640, 160, 1.02),
+    "qwen_down": (512, 2560, 40, 0.22),
+    "glm_gate": (288, 2048, 256, 0.30),
+    "glm_down": (288, 4096, 128, 0.30),
+}
+ACTIVE = (0, 1, 8, 64, 256, 512)
+
+
+def make_planes(num_planes: int, num_rows: int, num_cols: int, percent: float, seed: int = 0) -> torch.Tensor:
+    """uint8 `[E, N, C]`: a window of 16 values a row, and `percent` of the bytes below it, as exceptions are."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (num_planes, num_rows, num_cols)
+    base = torch.randint(70, 100, (*shape[:2], 1), generator=generator, device="cuda", dtype=torch.uint8)
+    code = torch.randn(shape, generator=generator, device="cuda", dtype=torch.float16).mul_(2.5).add_(8).clamp_(0, 15)
+    planes = base + code.to(torch.uint8)
+    planes[..., 0], planes[..., 1] = base[..., 0], base[..., 0] + 15  # the window is the only one that covers the row
+    chosen = torch.rand(shape, generator=generator, device="cuda") < percent / 100
+    chosen[..., :2] = False
+    planes[chosen] = torch.randint(0, 50, (int(chosen.sum()),), generator=generator, device="cuda", dtype=torch.uint8)
+    return planes
+
+
+def moved_bytes(planes: int, num_rows: int, num_cols: int, exceptions: int) -> int:
+    return planes * (num_rows + num_rows * num_cols * 3 // 2) + 4 * exceptions
+
+
+def routing(num_planes: int, num_active: int, seed: int = 0) -> torch.Tensor:
+    """`expert_start` with one row for each of `num_active` experts chosen at random."""
+    rows = torch.zeros(num_planes, dtype=torch.int32)
+    rows[torch.randperm(num_planes, generator=torch.Generator().manual_seed(seed))[:num_active]] = 1
+    return torch.cat([rows.new_zeros(1), rows.cumsum(0, dtype=torch.int32)]).cuda()
+
+
+class Case:
+    """Scales of one geometry and rate with their plain bytes, and a poisoned workspace to decode into."""
+
+    def __init__(self, bundle, name: str, percent: float | None = None) -> None:
+        self.bundle, self.name = bundle, name
+        *shape, real_percent = CASES[name]
+        self.planes = make_planes(*shape, real_percent if percent is None else percent)
+        fixed, exceptions = bundle.compress_nvfp4_csf_scales(self.planes)
+        self.scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=shape[1], num_cols=shape[2])
+        self.buffer = torch.empty(self.planes.numel() + 64, dtype=torch.uint8, device="cuda")
+        self.moved = moved_bytes(*shape, self.scales.exceptions.numel())
+
+    def decoder(self, expert_start=None, *, offset: int = 0, **options):
+        """A call that decodes, checked against the plain bytes; guard bytes and inactive planes must stay poisoned."""
+        workspace = self.buffer[offset : offset + self.planes.numel()]
+
+        def call() -> None:
+            self.bundle.decompress_nvfp4_csf_scales(
+                self.scales, workspace=workspace, expert_start=expert_start, **options
+            )
+
+        self.buffer.fill_(0x7F)
+        call()
+        expected = self.planes
+        if expert_start is not None:
+            active = (expert_start[1:] > expert_start[:-1])[:, None, None]
+            expected = torch.where(active, self.planes, torch.full_like(self.planes, 0x7F))
+        assert torch.equal(workspace.view(self.planes.shape), expected), (self.name, offset, options)
+        outside = torch.cat([self.buffer[:offset], self.buffer[offset + self.planes.numel() :]])
+        assert bool((outside == 0x7F).all()), (self.name, offset, options)
+        return call
+
+
+def bench_decode(bundle, results: harness.Results) -> None:
+    for name in CASES:
+        for percent in (None, 0.0, 5.0):
+            case = Case(bundle, name, percent)
+            roof = harness.copy_roof(case.moved)
+            variant = "full" if percent is None else f"rate_{percent:g}"
+            timings = {}
+            for condition, timer in harness.TIMERS.items():
+                timings[condition] = timer(case.decoder())
+                results.add(
+                    name, variant, condition, timings[condition], moved=case.moved, roof_us=roof[condition].p50,
+                    baseline="copy", baseline_us=roof[condition].p50,
+                )  # fmt: skip
+            if percent is not None:
+                continue
+            for offset in (1, 2, 4, 7, 15) if name == "qwen_gate" else (1,):
+                for condition, timer in harness.TIMERS.items():
+                    results.add(
+                        name, f"offset_{offset}", condition, timer(case.decoder(offset=offset)), moved=case.moved,
+                        roof_us=roof[condition].p50, baseline="full", baseline_us=timings[condition].p50,
+                    )  # fmt: skip
+
+
+def bench_sparse(bundle, results: harness.Results) -> None:
+    for name in ("qwen_gate", "qwen_down"):
+        case = Case(bundle, name)
+        for num_active in ACTIVE:
+            expert_start = routing(case.scales.num_planes, num_active)
+            moved = case.moved * num_active // case.scales.num_planes
+            roof = harness.copy_roof(max(moved, 32))
+            known = {"max_active": num_active}
+            for variant, options in ((f"active_{num_active}", {}), (f"active_{num_active}_known", known)):
+                for condition, timer in harness.TIMERS.items():
+                    results.add(
+                        name, variant, condition, timer(case.decoder(expert_start, **options)), moved=moved,
+                        roof_us=roof[condition].p50, baseline="copy", baseline_us=roof[condition].p50,
+                    )  # fmt: skip
+
+
+def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions: list[torch.Tensor]):
+    """What `compress` launches for `planes`, without the host's part, into memory of its own."""
+    encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
+    fixed = torch.empty_like(fixed)
+    row_counts = planes.new_empty(planes.shape[:2], dtype=torch.int32)
+    words = planes.new_empty(sum(map(len, exceptions)), dtype=torch.int32)
+
+    def call() -> None:
+        encode.launch_encode(planes, fixed, row_counts)
+        row_counts.sum(1)
+        encode.launch_collect(planes, fixed, row_counts.view(-1).cumsum(0), words)
+
+    return call
+
+
+def bench_compress(bundle, results: harness.Results) -> None:
+    """157 MB of scales, two gate-like stacks and one down: the kernels in one graph, and by the wall clock."""
+    stacks = [Case(bundle, name).planes for name in ("qwen_gate", "qwen_gate", "qwen_down")]
+    wire, calls = [], []
+    for planes in stacks:
+        fixed, exceptions = bundle.compress_nvfp4_csf_scales(planes)
+        cpu_fixed, cpu_exceptions = bundle.compress_nvfp4_csf_scales(planes[:2].cpu())
+        assert torch.equal(fixed[:2].cpu(), cpu_fixed)
+        for words, cpu_words in zip(exceptions[:2], cpu_exceptions, strict=True):
+            assert torch.equal(words.cpu().view(torch.int32), cpu_words.view(torch.int32))
+        wire.append((fixed, exceptions, planes.shape))
+        calls.append(encode_kernels(bundle, planes, fixed, exceptions))
+    moved = sum(2 * planes.numel() + fixed.numel() for planes, (fixed, _, _) in zip(stacks, wire, strict=True))
+    roof = harness.copy_roof(moved)
+    timing = harness.time_warm(lambda: [call() for call in calls])
+    results.add("qwen_layer", "compress", "warm", timing, moved=moved, roof_us=roof["warm"].p50, baseline="copy",
+                baseline_us=roof["warm"].p50)  # fmt: skip
+
+    def prepare() -> None:
+        for fixed, exceptions, (_, rows, cols) in wire:
+            bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=rows, num_cols=cols)
+
+    def compress() -> None:
+        for planes in stacks:
+            bundle.compress_nvfp4_csf_scales(planes)
+
+    moved = sum(2 * fixed.numel() for fixed, _, _ in wire)
+    for variant, call in (("compress_wall", compress), ("prepare_wall", prepare)):
+        results.add("qwen_layer", variant, "warm", wall_clock(call), moved=moved, roof_us=roof["warm"].p50)
+
+
+def bench_eager(bundle, results: harness.Results) -> None:
+    """What one eager call costs the CPU: a stack too small for the GPU to matter."""
+    planes = make_planes(2, 16, 16, 1.0)
+    scales = bundle.prepare_nvfp4_csf_scales(*bundle.compress_nvfp4_csf_scales(planes), num_rows=16, num_cols=16)
+    workspace = torch.empty(bundle.csf_workspace_size(scales), dtype=torch.uint8, device="cuda")
+    timing = wall_clock(lambda: bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace), calls=200)
+    results.add("tiny", "eager_call", "warm", timing, moved=2 * 16 * 16, roof_us=timing.p50)
+
+
+def wall_clock(call, *, calls: int = 1, samples: int = 15) -> harness.Timing:
+    times = []
+    for _ in range(samples + 3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6 / calls)
+    return harness.quantiles(times[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/csf_decode.csv")
+    results = harness.Results(parser.parse_args().out)
+    bundle = load()
+    for bench in (bench_decode, bench_sparse, bench_compress, bench_eager):
+        bench(bundle, results)
+    results.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Compile the scale kernels for every supported architecture, without a GPU, and report what each one takes.
+
+`python scripts/compile_kernels.py [--csv FILE]` prints registers, shared memory and spills a kernel and architecture,
+and fails if one spills, or names an FP8 type: scale bytes are opaque.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from finegrained_kernels import load
+
+TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)} | {
+    "gfx942": GPUTarget("hip", "gfx942", 64)
+}
+SHAPES = {"640x160": (640, 160), "2560x40": (2560, 40), "48x10": (48, 10)}
+COLUMNS = ("triton", "arch", "kernel", "registers", "shared_bytes", "spill_bytes")
+
+
+class Case(NamedTuple):
+    """A kernel with the constants and pointer types of one launch."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    pointers: dict[str, str]
+    num_warps: int
+
+
+def codec_cases(bundle: ModuleType) -> list[Case]:
+    """Every variant of the codec's kernels that a launcher can ask for, at real shapes and an awkward one."""
+    decode = importlib.import_module(f"{bundle.__name__}.csf.decode_triton")
+    encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
+    csf = importlib.import_module(f"{bundle.__name__}.formats").NVFP4_CSF
+    tile_bytes = importlib.import_module(f"{bundle.__name__}.csf.scales").TILE_BYTES
+    decode_pointers = dict.fromkeys(("out_ptr", "bases_ptr", "codes_ptr"), "*u8")
+    decode_pointers |= dict.fromkeys(("exceptions_ptr", "offsets_ptr", "expert_start_ptr"), "*i32")
+    encode_pointers = {"planes_ptr": "*u8", "fixed_ptr": "*u8", "row_counts_ptr": "*i32"}
+    encode_pointers |= {"row_ends_ptr": "*i64", "words_ptr": "*i32"}
+    cases = []
+    for shape, (rows, cols) in SHAPES.items():
+        plane = {"NUM_ROWS": rows, "NUM_COLS": cols, "POSITION_BITS": csf.position_bits}
+        for layout, aligned, routed in ((a, b, c) for a in ("rows", "swizzled") for b in (1, 0) for c in (0, 1)):
+            config = decode.decode_config(
+                132, 512, rows, cols, routed=bool(routed), swizzled=layout == "swizzled", max_active=512
+            )
+            warps = config.pop("num_warps")
+            del config["grid"]
+            flags = {"SWIZZLED": layout == "swizzled", "ALIGNED": bool(aligned), "ROUTED": bool(routed)}
+            name = f"decode {shape} {layout}{' routed' * routed}{' unaligned' * (1 - aligned)}"
+            constants = plane | config | flags | {"OFFSET_TILE": tile_bytes}
+            cases.append(Case(name, decode.decode_kernel, constants, decode_pointers, warps))
+        for name in ("encode", "collect"):
+            config = getattr(encode, f"{name}_config")(cols)
+            warps = config.pop("num_warps")
+            constants = plane | config | {"SLAB_BYTES": csf.slab_bytes(cols)}
+            cases.append(Case(f"{name} {shape}", getattr(encode, f"{name}_kernel"), constants, encode_pointers, warps))
+    return cases
+
+
+def compile_case(case: Case, target: GPUTarget) -> Any:
+    """The compiled kernel. Pointers are taken to be 16-byte aligned, but for the output of an unaligned decode."""
+    names = case.kernel.arg_names
+    constants = {name: value for name, value in case.constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else case.pointers.get(name, "i32") for name in names}
+    unaligned = {"out_ptr"} if constants.get("ALIGNED") is False else set()
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind.startswith("*") and name not in unaligned
+    }
+    source = ASTSource(
+        fn=case.kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    return triton.compile(source, target=target, options={"num_warps": case.num_warps})
+
+
+def resources(kernel: Any, arch: str) -> tuple[int, int, int]:
+    """Registers a thread, shared memory a program and bytes spilled a thread, as the assembler reports them."""
+    if "ptx" not in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        registers, spilled = (
+            int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in ("vgpr_count", "private_segment_fixed_size")
+        )
+        return registers, kernel.metadata.shared, spilled
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        ptxas = get_ptxas(TARGETS[arch].arch).path
+        target = re.search(r"\.target (\w+)", kernel.asm["ptx"])[1]
+        command = [ptxas, "-v", f"-arch={target}", file.name, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    return registers, kernel.metadata.shared, int(re.search(r"(\d+) bytes spill stores", report)[1])
+
+
+def describe(case: Case, arch: str, registers: int, shared: int, spilled: int) -> str:
+    return f"{case.name:40} {arch:7} {registers:4} registers {shared:6} B shared {spilled:4} B spilled"
+
+
+def faults_of(case: Case, arch: str, kernel: Any, spilled: int) -> list[str]:
+    faults = [f"{case.name} spills {spilled} bytes on {arch}"] if spilled else []
+    if re.search(r"f8E|e4m3|e5m2", kernel.asm["ttir"]):
+        faults.append(f"{case.name} names an FP8 type")
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument("--arch", nargs="*", choices=TARGETS, default=list(TARGETS))
+    arguments = parser.parse_args()
+    rows, faults = [], []
+    for case in codec_cases(load()):
+        for arch in arguments.arch:
+            kernel = compile_case(case, TARGETS[arch])
+            taken = resources(kernel, arch)
+            rows.append((triton.__version__, arch, case.name, *taken))
+            print(describe(case, arch, *taken), flush=True)
+            faults += faults_of(case, arch, kernel, taken[-1])
+    if arguments.csv:
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(COLUMNS)
+            writer.writerows(rows)
+    print(f"{len(rows)} kernels compiled, {len(faults)} faults", *faults, sep="\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    sys.exit(main())

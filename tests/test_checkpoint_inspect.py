@@ -1,0 +1,147 @@
+"""inspect, and the command line: what they count, what they print, and how fast on a large set of headers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import checkpoints
+from finegrained_kernels.checkpoint import CheckpointError, compress, inspect
+from finegrained_kernels.checkpoint.headers import build_header
+from finegrained_kernels.cli import app
+
+pytestmark = pytest.mark.usefixtures("bundle")
+
+
+@pytest.fixture(scope="module")
+def source(bundle, tmp_path_factory):
+    return checkpoints.write_checkpoint(
+        tmp_path_factory.mktemp("inspect") / "source",
+        checkpoints.random_moe(hidden=256, inter=128),
+        checkpoints.MODELOPT_CONFIG,
+        shard_of=checkpoints.by_layer,
+    )
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_counts_add_up(source, tmp_path):
+    before = inspect(source)
+    report = compress(source, tmp_path / "small", exclude=["*.layers.1.*.up_proj.*"])
+    after = inspect(tmp_path / "small")
+    assert (before.layout, before.shards, before.tensors) == ("hf", 3, 1 + 2 * (2 + 4 * 3 * 4 + 4))
+    assert before.stored_bytes == before.dense_bytes == after.dense_bytes
+    assert before.stored_bytes == sum(tensor.nbytes for tensor in checkpoints.read_tensors(source).values())
+    assert after.stored_bytes == sum(tensor.nbytes for tensor in checkpoints.read_tensors(tmp_path / "small").values())
+    assert before.stored_bytes - after.stored_bytes == report.dense_bytes - report.compressed_bytes
+    assert before.least_bytes <= after.least_bytes < after.stored_bytes
+
+    assert before.tp_sizes == [1, 2, 4]  # gate and up, 128 x 16, have 8 slabs; down, 256 x 8, has 4 pairs of columns
+    assert [(s.layer, s.projection) for s in after.scales] == [
+        (f"model.layers.{layer}.mlp.experts", projection)
+        for layer in range(2)
+        for projection in ("down_proj", "gate_proj", "up_proj")
+    ]
+    tensors = checkpoints.read_tensors(tmp_path / "small")
+    for stats in after.scales:
+        names = [f"{stats.layer}.{expert}.{stats.projection}.weight_scale" for expert in range(4)]
+        words = sum(tensors[f"{name}.nvfp4_csf_exceptions"].numel() for name in names if name not in tensors)
+        left_dense = stats.projection == "up_proj" and ".1." in stats.layer
+        assert (stats.planes, stats.compressed, stats.exceptions) == (4, 0 if left_dense else 4, words)
+        assert stats.exception_rate == (None if left_dense else words / stats.dense_bytes)
+        assert stats.rows * stats.cols * 4 == stats.dense_bytes
+
+
+def test_fits_counts_gpus(source):
+    fits = inspect(source).fits
+    assert set(fits) >= {80, 141} and all(counts == {"stored": 1, "dense": 1, "least": 1} for counts in fits.values())
+
+
+def test_faults_are_listed(source, tmp_path):
+    small = tmp_path / "small"
+    compress(source, small)
+    name = "model.layers.0.mlp.experts.0.up_proj.weight_scale.nvfp4_csf_fixed"
+    index = small / "model.safetensors.index.json"
+    checkpoints.edit_json(index, lambda document: document["weight_map"].pop(name))
+    assert any(name in fault for fault in inspect(small).faults)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        inspect(tmp_path / "absent")
+
+
+def test_the_headers_of_a_large_model_are_inspected_in_two_seconds(tmp_path):
+    """42 layers of 288 experts: 181,440 tensors, 19 GB of scales when dense; no data."""
+    tensors = 0
+    for layer in range(42):
+        entries = []
+        for expert in range(288):
+            for projection, n, k in (("gate_proj", 2048, 4096), ("up_proj", 2048, 4096), ("down_proj", 4096, 2048)):
+                module = f"model.language_model.layers.{layer}.mlp.experts.{expert}.{projection}"
+                c = k // 16
+                entries += [
+                    (f"{module}.weight", "U8", (n, k // 2)),
+                    (f"{module}.weight_scale.nvfp4_csf_fixed", "U8", (n // 16, 16 + 8 * c)),
+                    (f"{module}.weight_scale.nvfp4_csf_exceptions", "U32", (1000,)),
+                    (f"{module}.weight_scale_2", "F32", ()),
+                    (f"{module}.input_scale", "F32", ()),
+                ]
+        header = build_header(entries, [name for name, _, _ in entries], {"format": "pt"})
+        (tmp_path / f"model-{layer:05}.safetensors").write_bytes(header.raw)
+        tensors += len(entries)
+    weight_map = {}
+    for path in tmp_path.glob("*.safetensors"):
+        names = json.loads(path.read_bytes()[8:])
+        weight_map |= dict.fromkeys(names.keys() - {"__metadata__"}, path.name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text("{}")
+
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()  # other work on this machine is not its fault
+        report = inspect(tmp_path)
+        seconds.append(time.process_time() - begin)
+    assert report.faults == []
+    assert (report.tensors, len(report.scales), sum(s.planes for s in report.scales)) == (tensors, 126, 36288)
+    assert round(sum(s.dense_bytes for s in report.scales) / 1e9) == 19
+    assert min(seconds) < 2, seconds
+
+
+def test_the_commands_work_together(source, tmp_path):
+    before = checkpoints.tree(source)
+    small, out = tmp_path / "small", tmp_path / "out"
+    dry = run("compress", source, small, "--dry-run")
+    assert "24 of 26 NVFP4 scales would be compressed" in dry and not small.exists()
+    assert run("compress", source, small, "--jobs", 2).startswith("24 scales: ")
+    assert "3 of 3 shards were finished already" in run("compress", source, small)
+    assert "24 compressed scales: digests match, equal to the source" in run("verify", small, "--against", source)
+    assert "every file has its original SHA-256" in run("restore", small, out)
+    assert checkpoints.tree(out) == before == checkpoints.tree(source)
+    table = run("inspect", small)
+    assert "model.layers.1.mlp.experts" in table and "tensor-parallel sizes that work: 1, 2, 4" in table
+    assert json.loads(run("inspect", small, "--json")) == json.loads(json.dumps(inspect(small).to_json()))
+    plain = checkpoints.write_checkpoint(tmp_path / "plain", checkpoints.minilm_moe(layers=1), checkpoints.CONFIG)
+    assert run("quantize", plain, tmp_path / "nvfp4").startswith("6 weights: ")
+    run("compress", tmp_path / "nvfp4", tmp_path / "box", "--layout", "container", "--include", "*.experts.*")
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "box", check=True)
+
+
+def test_failures_exit_with_a_message(source, tmp_path):
+    small = tmp_path / "small"
+    run("compress", source, small)
+    path = next(small.glob("model-00002*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    result = CliRunner().invoke(app, ["verify", str(small)])
+    assert result.exit_code == 1
+    assert f"fault: {path.name}: " in result.output and "1 faults in" in result.output
+    for command in (["restore", small, tmp_path / "out"], ["compress", tmp_path / "absent", tmp_path / "out"]):
+        result = CliRunner().invoke(app, [str(argument) for argument in command])
+        assert result.exit_code == 1
+        assert "error: " in result.output
+        assert isinstance(result.exception, SystemExit)

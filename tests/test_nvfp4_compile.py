@@ -1,0 +1,69 @@
+"""The GPU kernels without a GPU: interpreted on small problems, in a process of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+TESTS = Path(__file__).resolve().parent
+
+INTERPRETED = """
+import importlib, sys
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+def as_float(handle):  # the interpreter multiplies the bits of bf16 operands as integers
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data
+
+def create_dot(self, a, b, d, *_):
+    product = np.matmul(as_float(a), as_float(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+interpreter.InterpreterBuilder.create_dot = create_dot
+from kernels import get_local_kernel
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+bundle = get_local_kernel(Path({variant!r}))
+part = lambda name: importlib.import_module(f"{{bundle.__name__}}.{{name}}")
+part("nvfp4.matmul")._run_on_device = part("nvfp4.launch").run_on_gpu
+part("routing")._reduce_on_device = part("reduce").weighted_reduce_on_gpu
+on_cpu = part("nvfp4.quantize")._act_quant_on_device
+"""
+
+SCENARIOS = """
+import test_nvfp4_gemm as table
+chosen = [s for s in table.SCENARIOS if s.tokens < 20 and s.depth < 600][{shard}::{shards}]
+for scenario in chosen:
+    table.test_scenario(bundle, part("nvfp4.reference"), scenario, "cpu")
+print(len(chosen))
+"""
+
+QUANTIZER = """
+quantize_rows = part("nvfp4.act_quant").quantize_rows
+torch.manual_seed(0)
+for magnitude in (1e-30, 1e-3, 1.0, 1e4):
+    x = torch.randn(6, 192) * magnitude
+    x[1, :16] = 0
+    x[2] = 0
+    x[3, 5] = torch.nan
+    x[4, 7] = torch.inf
+    for scale in (None, torch.tensor(0.01), torch.rand(6, 1)):
+        got, want = quantize_rows(x, scale), on_cpu(x, scale)
+        for row in (0, 1, 2, 5):
+            assert torch.equal(got[0][row], want[0][row])
+            assert torch.equal(got[1][row].view(torch.uint8), want[1][row].view(torch.uint8))
+        assert got[1][3, 0].isnan().item() or got[2][3].isnan().all()
+        assert torch.equal(got[2].nan_to_num(-1), want[2].nan_to_num(-1))
+"""
+
+
+@pytest.mark.parametrize("body", [QUANTIZER, SCENARIOS.format(shard=0, shards=20)], ids=["quantizer", "scenarios"])
+def test_interpreted_kernels_match(bundle_dir, run_python, body):
+    prelude = INTERPRETED.format(tests=str(TESTS), variant=str(bundle_dir))
+    run_python(prelude + body, TRITON_INTERPRET="1", PYTHONPATH=str(TESTS))
