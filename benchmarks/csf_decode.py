@@ -194,7 +194,9 @@ def wall_clock(call, *, calls: int = 1, samples: int = 15) -> harness.Timing:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/csf_decode.csv")
-    results = harness.Results(parser.parse_args().out)
+    parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
+    arguments = parser.parse_args()
+    results = harness.Results(arguments.out, arguments.commit)
     bundle = load()
     for bench in (bench_decode, bench_sparse, bench_compress, bench_eager):
         bench(bundle, results)

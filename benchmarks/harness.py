@@ -117,27 +117,26 @@ def copy_roof(moved_bytes: int) -> dict[str, Timing]:
     return {name: min((timer(call) for call in calls), key=lambda t: t.p50) for name, timer in TIMERS.items()}
 
 
-def environment() -> dict[str, str]:
-    """The columns that say where and on what a row was measured."""
+def environment(commit: str | None) -> dict[str, str]:
+    """The columns that say where and on what a row was measured; `commit` is asked of git if None."""
 
     def output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().split("\n")[0]
 
-    commit = output("git", "describe", "--always", "--dirty", "--abbrev=12")
     return {
         "device": torch.cuda.get_device_name(),
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit,
+        "commit": commit or output("git", "describe", "--always", "--dirty", "--abbrev=12"),
     }
 
 
 class Results:
     """Rows of one CSV file, written when closed."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.rows, self.environment = path, [], environment()
+    def __init__(self, path: Path, commit: str | None = None) -> None:
+        self.path, self.rows, self.environment = path, [], environment(commit)
 
     def add(self, case: str, variant: str, condition: str, timing: Timing, *, moved: int, roof_us: float,
             tokens: int | str = "", baseline: str = "", baseline_us: float | str = "") -> None:  # fmt: skip

@@ -59,8 +59,8 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
             config = decode.decode_config(
                 132, 512, rows, cols, routed=bool(routed), swizzled=layout == "swizzled", max_active=512
             )
-            warps = config.pop("num_warps")
-            del config["grid"]
+            config = {**config}
+            warps, _ = config.pop("num_warps"), config.pop("grid")
             flags = {"SWIZZLED": layout == "swizzled", "ALIGNED": bool(aligned), "ROUTED": bool(routed)}
             name = f"decode {shape} {layout}{' routed' * routed}{' unaligned' * (1 - aligned)}"
             constants = plane | config | flags | {"OFFSET_TILE": tile_bytes}

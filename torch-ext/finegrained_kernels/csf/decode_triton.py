@@ -8,6 +8,8 @@ tiles, so inactive planes cost nothing, not even an empty program.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -59,6 +61,7 @@ def decode_kernel(
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=None)
 def decode_config(
     num_sms: int, num_planes: int, num_rows: int, num_cols: int, *, routed: bool, swizzled: bool, max_active: int | None
 ) -> dict:
@@ -102,10 +105,12 @@ def launch_decode(
     num_planes, num_rows = bases.shape
     num_cols = codes.shape[2] * 2
     routed = expert_start is not None
-    config = decode_config(
-        num_sms(out.device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled, max_active=max_active
-    )
-    config.update(overrides)
+    config = {
+        **decode_config(
+            num_sms(out.device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled, max_active=max_active
+        ),
+        **overrides,
+    }
     shift = out.data_ptr() % (4 if swizzled else 8)
     with on_device(out.device):
         decode_kernel[(config.pop("grid"),)](

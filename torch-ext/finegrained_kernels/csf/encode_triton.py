@@ -33,16 +33,17 @@ def load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def load_words(planes_ptr, rows, mask_r, column, NUM_COLS: tl.constexpr):
-    """Four columns a word from `column`, a multiple of 4, uint32; zero past the last column."""
-    offs = rows[:, None] * NUM_COLS + column
-    mask = mask_r[:, None] & (column < NUM_COLS)
+def load_words(planes_ptr, rows, mask_r, word, NUM_COLS: tl.constexpr):
+    """Four columns a word, from column `4 * word`, uint32; zero past the last column."""
+    mask = mask_r[:, None] & (word * 4 < NUM_COLS)
     if NUM_COLS % 4 == 0:
-        words = tl.load((planes_ptr + offs).to(tl.pointer_type(tl.uint32)), mask=mask, other=0)
+        words_ptr = planes_ptr.to(tl.pointer_type(tl.uint32)) + rows[:, None] * (NUM_COLS // 4)
+        words = tl.load(words_ptr + word, mask=mask, other=0)
     else:
-        pair_ptr = (planes_ptr + offs).to(tl.pointer_type(tl.uint16))
-        words = tl.load(pair_ptr, mask=mask, other=0).to(tl.uint32)
-        words |= tl.load(pair_ptr + 1, mask=mask & (column + 2 < NUM_COLS), other=0).to(tl.uint32) << 16
+        pairs_ptr = planes_ptr.to(tl.pointer_type(tl.uint16)) + rows[:, None] * (NUM_COLS // 2)
+        words = tl.load(pairs_ptr + 2 * word, mask=mask, other=0).to(tl.uint32)
+        mask = mask & (word * 4 + 2 < NUM_COLS)
+        words |= tl.load(pairs_ptr + 2 * word + 1, mask=mask, other=0).to(tl.uint32) << 16
     return words
 
 
@@ -54,18 +55,18 @@ def sum_bytes(words):
 
 
 @triton.jit
-def split_codes(words, base, column, NUM_COLS: tl.constexpr):
+def split_codes(words, base, word, NUM_COLS: tl.constexpr):
     """Codes above `base [rows]`, a byte each, zero for exceptions, and one in each byte that is an exception.
 
-    `column` is that of each word's first byte; bytes past the last column are no exceptions.
+    `word` numbers the words of a row; bytes past the last column are no exceptions.
     """
     bases = base.to(tl.uint32)[:, None] * EACH
     # Bytewise subtraction: bit 7 is set to keep borrows from the neighbour, then put right.
     above = ((words | TOP_BITS) - (bases & 0x7F7F7F7F)) ^ ((words ^ ~bases) & TOP_BITS)
     outside = ((((above >> 4) & 0x0F0F0F0F) + 0x0F0F0F0F) >> 4) & EACH
     if NUM_COLS % 4 != 0:
-        outside = tl.where(column + 2 < NUM_COLS, outside, outside & 0x0101)
-    outside = tl.where(column < NUM_COLS, outside, 0)
+        outside = tl.where(word * 4 + 2 < NUM_COLS, outside, outside & 0x0101)
+    outside = tl.where(word * 4 < NUM_COLS, outside, 0)
     return above & 0x0F0F0F0F & ~(outside * 15), outside
 
 
@@ -123,10 +124,10 @@ def choose_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, BLOCK_W: tl.c
     """The lowest base with the best coverage of each row, int32."""
     total = tl.zeros(rows.shape, tl.int32)
     for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
-        column = (i_word + tl.arange(0, BLOCK_W)[None, :]) * 4
-        total += sum_bytes(load_words(planes_ptr, rows, mask_r, column, NUM_COLS))
-    # The middle of the eight starts 8 below the mean: a wide row's best lies about it, a narrow one's ends at its top.
-    top = tl.minimum(tl.maximum(total // NUM_COLS + 12, 15), 255)
+        word = i_word + tl.arange(0, BLOCK_W)[None, :]
+        total += sum_bytes(load_words(planes_ptr, rows, mask_r, word, NUM_COLS))
+    # Bases from 4 to 11 below the mean: a wide row's best lies about 8 below, a narrow one's 15 below its top.
+    top = tl.minimum(tl.maximum(total // NUM_COLS + 11, 15), 255)
     base, covered, reach_up, reach_down = rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS, BLOCK_W)
     highest = top
     lowest = top
@@ -155,24 +156,25 @@ def encode_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < num_rows
     base = choose_bases(planes_ptr, rows, mask_r, NUM_COLS, BLOCK_W)
-    slab_ptr = fixed_ptr + rows // 16 * SLAB_BYTES
-    tl.store(slab_ptr + rows % 16, base.to(tl.uint8), mask=mask_r)
-    codes_ptr = slab_ptr + 16 + rows % 16 * (NUM_COLS // 2)
+    slab_offs = rows // 16 * SLAB_BYTES
+    tl.store(fixed_ptr + slab_offs + rows % 16, base.to(tl.uint8), mask=mask_r)
+    codes_offs = slab_offs + 16 + rows % 16 * (NUM_COLS // 2)
     num_outside = tl.zeros((BLOCK_R,), tl.int32)
     for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
-        column = (i_word + tl.arange(0, BLOCK_W)[None, :]) * 4
-        words = load_words(planes_ptr, rows, mask_r, column, NUM_COLS)
-        codes, outside = split_codes(words, base, column, NUM_COLS)
+        word = i_word + tl.arange(0, BLOCK_W)[None, :]
+        words = load_words(planes_ptr, rows, mask_r, word, NUM_COLS)
+        codes, outside = split_codes(words, base, word, NUM_COLS)
         num_outside += sum_bytes(outside)
         codes = (codes | (codes >> 4)) & 0x00FF00FF
         codes |= codes >> 8
-        mask = mask_r[:, None] & (column < NUM_COLS)
-        pair_ptr = codes_ptr[:, None] + column // 2
+        mask = mask_r[:, None] & (word * 4 < NUM_COLS)
         if NUM_COLS % 4 == 0:
-            tl.store(pair_ptr.to(tl.pointer_type(tl.uint16)), codes.to(tl.uint16), mask=mask)
+            pairs_ptr = fixed_ptr.to(tl.pointer_type(tl.uint16)) + codes_offs[:, None] // 2
+            tl.store(pairs_ptr + word, codes.to(tl.uint16), mask=mask)
         else:
-            tl.store(pair_ptr, codes.to(tl.uint8), mask=mask)
-            tl.store(pair_ptr + 1, (codes >> 8).to(tl.uint8), mask=mask & (column + 2 < NUM_COLS))
+            pairs_ptr = fixed_ptr + codes_offs[:, None] + 2 * word
+            tl.store(pairs_ptr, codes.to(tl.uint8), mask=mask)
+            tl.store(pairs_ptr + 1, (codes >> 8).to(tl.uint8), mask=mask & (word * 4 + 2 < NUM_COLS))
     tl.store(row_counts_ptr + rows, num_outside, mask=mask_r)
 
 
@@ -189,33 +191,38 @@ def collect_kernel(
     mask_r = mask_r & (tl.load(row_ends_ptr + rows, mask=mask_r, other=0) > begin)
     base = tl.load(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, mask=mask_r, other=0).to(tl.int32)
     for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
-        column = (i_word + tl.arange(0, BLOCK_W)[None, :]) * 4
-        words = load_words(planes_ptr, rows, mask_r, column, NUM_COLS)
-        _, outside = split_codes(words, base, column, NUM_COLS)
+        word = i_word + tl.arange(0, BLOCK_W)[None, :]
+        words = load_words(planes_ptr, rows, mask_r, word, NUM_COLS)
+        _, outside = split_codes(words, base, word, NUM_COLS)
         outside = tl.where(mask_r[:, None], outside, 0)
         count = ((outside * EACH) >> 24).to(tl.int32)
         rank = begin[:, None] + tl.cumsum(count, axis=1) - count
-        position = ((rows % NUM_ROWS).to(tl.int32) * NUM_COLS)[:, None] + column
+        position = ((rows % NUM_ROWS).to(tl.int32) * NUM_COLS)[:, None] + 4 * word
         for i_byte in tl.static_range(4):
             is_outside = (outside >> (8 * i_byte)) & 1
             value = (words >> (8 * i_byte)) & 0xFF
-            word = (value << POSITION_BITS) | (position + i_byte).to(tl.uint32)
-            tl.store(words_ptr + rank, word.to(tl.int32, bitcast=True), mask=is_outside > 0)
+            exception = (value << POSITION_BITS) | (position + i_byte).to(tl.uint32)
+            tl.store(words_ptr + rank, exception.to(tl.int32, bitcast=True), mask=is_outside > 0)
             rank += is_outside.to(tl.int32)
         begin += tl.sum(count, axis=1)
 
 
-def encode_config(num_cols: int) -> dict[str, int]:
-    """Rows, and words of a row, that a program works on at a time: a power of two of words that wastes little."""
+def _block_words(num_cols: int, limit: int) -> int:
+    """Words of a row to work on at a time: a power of two that wastes little of a row."""
     num_words = triton.cdiv(num_cols, 4)
     exact = num_words & -num_words
-    block_w = min(8, exact if exact > 1 else triton.next_power_of_2(num_words))
-    return {"BLOCK_R": 64, "BLOCK_W": block_w, "num_warps": 4 if block_w == 8 else 2}
+    return min(limit, exact if exact > 1 else triton.next_power_of_2(num_words))
+
+
+def encode_config(num_cols: int) -> dict[str, int]:
+    """Constants of `encode_kernel`: wide rows are read four times, so fewer of them at once, or they leave L1."""
+    block_w = _block_words(num_cols, 8)
+    return {"BLOCK_R": 32 if block_w == 8 else 64, "BLOCK_W": block_w, "num_warps": 2}
 
 
 def collect_config(num_cols: int) -> dict[str, int]:
-    """The same for the second kernel, which holds less in registers."""
-    return {**encode_config(num_cols), "num_warps": 2}
+    """Constants of `collect_kernel`: a thread a row, so that ranks are counted without shuffles."""
+    return {"BLOCK_R": 64, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 2}
 
 
 def encode_cuda(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

@@ -170,8 +170,8 @@ def _gather_wire(
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Check types, shapes and devices; return `stream [E, bytes]`, `words int32 [X]` and the exceptions a plane."""
     if isinstance(exceptions, torch.Tensor):
-        _check_tensor("exceptions", exceptions, (torch.uint32, torch.int32), (1,), exceptions.device)
-        _check_tensor("fixed", fixed, (torch.uint8,), (1, 2), exceptions.device)
+        _check_tensors("exceptions", [exceptions], _WORDS, (1,), exceptions.device)
+        _check_tensors("fixed", [fixed], _BYTES, (1, 2), exceptions.device)
         fixed, exceptions = fixed.reshape(1, -1), [exceptions]
     for name, tensors in (("fixed", fixed), ("exceptions", exceptions)):
         if not isinstance(tensors, (torch.Tensor, list, tuple)) or not getattr(tensors, "ndim", 1):
@@ -180,36 +180,48 @@ def _gather_wire(
         raise ValueError(f"need one fixed and one exceptions tensor a plane, got {len(fixed)} and {len(exceptions)}")
     if isinstance(fixed, torch.Tensor):
         device = fixed.device
-        _check_tensor("fixed", fixed, (torch.uint8,), (2, 3), device)
+        _check_tensors("fixed", [fixed], _BYTES, (2, 3), device)
         if fixed.numel() != len(exceptions) * fixed_bytes:
             raise ValueError(f"fixed must hold {fixed_bytes} bytes a plane, got shape {tuple(fixed.shape)}")
         stream = fixed.reshape(len(exceptions), fixed_bytes)
     else:
         device = getattr(fixed[0], "device", None)
+        _check_tensors("fixed", fixed, _BYTES, (1, 2), device)
         for i, plane in enumerate(fixed):
-            _check_tensor(f"fixed[{i}]", plane, (torch.uint8,), (1, 2), device)
             if plane.numel() != fixed_bytes:
                 raise ValueError(f"fixed[{i}] must hold {fixed_bytes} bytes, got shape {tuple(plane.shape)}")
         stream = torch.stack([plane.reshape(-1) for plane in fixed])
-    for i, words in enumerate(exceptions):
-        _check_tensor(f"exceptions[{i}]", words, (torch.uint32, torch.int32), (1,), device)
+    _check_tensors("exceptions", exceptions, _WORDS, (1,), device)
     counts = [words.numel() for words in exceptions]
     if sum(counts) > MAX_EXCEPTIONS:
         raise ValueError(f"exceptions: a stack holds at most {MAX_EXCEPTIONS}, got {sum(counts)}: split it")
     return stream, torch.cat([words.view(torch.int32) for words in exceptions]), counts
 
 
-def _check_tensor(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], ranks: tuple[int, ...], device: torch.device
+_BYTES = (torch.uint8,)
+_WORDS = (torch.uint32, torch.int32)
+
+
+def _check_tensors(
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    dtypes: tuple[torch.dtype, ...],
+    ranks: tuple[int, ...],
+    device: torch.device | None,
 ) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.dim() not in ranks:
-        raise ValueError(f"{name} must be {' or '.join(f'{r}-D' for r in ranks)}, got shape {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
+    """Raise `ValueError` for the first that is not a tensor of these dtypes and ranks on `device`, naming it."""
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            fault = f"must be a tensor, got {type(tensor).__name__}"
+        elif tensor.dtype not in dtypes:
+            fault = f"must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}"
+        elif tensor.ndim not in ranks:
+            fault = f"must be {' or '.join(f'{rank}-D' for rank in ranks)}, got shape {tuple(tensor.shape)}"
+        elif tensor.device != device:
+            fault = f"must be on {device} like the other tensors, got {tensor.device}"
+        else:
+            continue
+        raise ValueError(f"{name if len(tensors) == 1 else f'{name}[{i}]'} {fault}")
 
 
 def _describe_fault(bases: torch.Tensor, positions: torch.Tensor, counts: list[int], plane_bytes: int) -> str:
