@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ COLUMNS = [
 ]  # fmt: skip
 HIDDEN, INTER = 2560, 640  # qwen_gate, qwen_down
 CHUNK = 8 << 20
+BASELINE = "copy_and_hash"
 
 
 def make_source(root: Path, *, experts: int, shards: int) -> None:
@@ -93,7 +95,7 @@ def actions(work: Path, device: str) -> dict[str, Callable[[], object]]:
     source = work / "source"
     made: dict[str, Callable[[], object]] = {
         "copy": lambda: copy_shards(source, work / "copy", hashed=False),
-        "copy_and_hash": lambda: copy_shards(source, work / "copy_and_hash", hashed=True),
+        BASELINE: lambda: copy_shards(source, work / BASELINE, hashed=True),
     }
     for layout in ("hf", "container"):
         for jobs in (1, 2, 4):
@@ -120,26 +122,23 @@ def run_action(name: str, work: Path, device: str) -> None:
     fixed, exceptions = bundle.compress_nvfp4_csf_scales(warm)
     bundle.decompress_nvfp4_csf_scales(bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=16, num_cols=32))
     before = peak_bytes()
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     actions(work, device)[name]()
-    seconds = time.perf_counter() - begin
-    print(json.dumps([seconds, before, peak_bytes()]))
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+    print(json.dumps([seconds, cpu_seconds, before, peak_bytes()]))
 
 
-def measure(name: str, work: Path, device: str, repeats: int) -> tuple[list[float], int, int]:
-    seconds, loaded, peak = [], 0, 0
-    for _ in range(repeats):
-        if (work / name).exists():
-            shutil.rmtree(work / name)
-        command = [sys.executable, __file__, "--directory", str(work), "--device", device, "--action", name]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        second, loaded, peak = json.loads(output.splitlines()[-1])
-        seconds.append(second)
-    return seconds, loaded, peak
+def measure(name: str, work: Path, device: str) -> list[float]:
+    """Seconds, CPU seconds, and bytes when loaded and at the peak, of one run with a fresh destination."""
+    if (work / name).exists():
+        shutil.rmtree(work / name)
+    command = [sys.executable, __file__, "--directory", str(work), "--device", device, "--action", name]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])
 
 
-def environment(device: str) -> dict[str, str]:
-    """The columns that say where and on what a row was measured."""
+def environment(device: str, commit: str | None) -> dict[str, str]:
+    """The columns that say where and on what a row was measured; `commit` is asked of git if None."""
 
     def output(*command: str) -> str:
         try:
@@ -156,7 +155,7 @@ def environment(device: str) -> dict[str, str]:
         else "",
         "torch": torch.__version__,
         "triton": output(sys.executable, "-c", "import triton; print(triton.__version__)"),
-        "commit": output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": commit or output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"),
     }
 
 
@@ -167,6 +166,8 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="names of the actions to measure; all by default")
+    parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "checkpoints.csv")
     parser.add_argument("--action", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -179,27 +180,26 @@ def main() -> None:
     experts = max(1, round(options.gigabytes * 1e9 / options.shards / expert_bytes))
     make_source(work / "source", experts=experts, shards=options.shards)
     sizes = [path.stat().st_size for path in (work / "source").glob("*.safetensors")]
-    rows, medians = [], {}
-    common = environment(options.device)
-    for name in actions(work, options.device):
-        seconds, loaded, peak = measure(name, work, options.device, options.repeats)
-        p20, p50, p80 = (
-            1e6 * value for value in torch.tensor(seconds).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-        )
-        medians[name] = p50
-        baseline = medians.get("copy_and_hash", p50)
-        times = {"us_p20": f"{p20:.0f}", "us_p50": f"{p50:.0f}", "us_p80": f"{p80:.0f}"}
-        row = common | {"variant": name, "tokens": "", "condition": "warm", "baseline": "copy_and_hash"}
-        rows.append(
-            row
-            | times
-            | {"case": "checkpoint", "bytes": sum(sizes), "roof_us": f"{medians['copy']:.0f}"}
-            | {"baseline_us": f"{baseline:.0f}"}
-        )
-        rows.append(row | {"case": "peak_memory", "bytes": peak, "baseline": "one_shard", "baseline_us": ""})
+    rows, common = [], environment(options.device, options.commit)
+    for name in options.only or actions(work, options.device):
+        runs, baselines, roofs = [], [], []
+        for _ in range(options.repeats):  # side by side, so that a busy moment meets all three
+            roofs.append(measure("copy", work, options.device)[0])
+            baselines.append(measure(BASELINE, work, options.device))
+            runs.append(measure(name, work, options.device))
+        seconds, cpu_seconds, loaded, peak = torch.tensor(runs, dtype=torch.float64).T
+        us = (1e6 * seconds.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))).tolist()
+        baseline, baseline_cpu = torch.tensor(baselines, dtype=torch.float64)[:, :2].median(0).values.tolist()
+        row = common | {"variant": name, "tokens": "", "condition": "warm"}
+        times = {column: f"{value:.0f}" for column, value in zip(("us_p20", "us_p50", "us_p80"), us, strict=True)}
+        roof = {"roof_us": f"{1e6 * statistics.median(roofs):.0f}"}
+        compared = {"baseline": BASELINE, "baseline_us": f"{1e6 * baseline:.0f}"}
+        rows.append(row | times | roof | compared | {"case": "checkpoint", "bytes": sum(sizes)})
+        rows.append(row | {"case": "peak_memory", "bytes": int(peak.max()), "baseline": f"shard of {max(sizes)} bytes"})
         print(
-            f"{name:26} {p50 / 1e6:7.2f} s  {sum(sizes) / p50 / 1e3:6.2f} GB/s  {p50 / baseline:5.2f} x copy_and_hash  "
-            f"peak {peak / 1e6:6.0f} MB ({loaded / 1e6:.0f} MB when loaded, a shard is {max(sizes) / 1e6:.0f} MB)",
+            f"{name:26} {us[1] / 1e6:6.2f} s  {sum(sizes) / us[1] / 1e3:5.2f} GB/s  {us[1] / 1e6 / baseline:5.2f} x "
+            f"{BASELINE} ({cpu_seconds.median() / baseline_cpu:.2f} x its CPU time)  peak {peak.max() / 1e6:.0f} MB "
+            f"({loaded.max() / 1e6:.0f} MB when loaded, a shard is {max(sizes) / 1e6:.0f} MB)",
             flush=True,
         )
     options.out.parent.mkdir(parents=True, exist_ok=True)

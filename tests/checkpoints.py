@@ -125,6 +125,27 @@ def minilm_moe(*, layers: int = 2, experts: int = 2, dtype: torch.dtype = torch.
     return tensors
 
 
+def random_qwen(dtype: torch.dtype) -> Tensors:
+    """An unquantized MoE with the names of a Qwen3-MoE, random and tiny."""
+    generator = torch.Generator().manual_seed(6)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    tensors = {"model.embed_tokens.weight": weight(64, 64), "lm_head.weight": weight(64, 64)}
+    tensors["model.norm.weight"] = weight(64)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            tensors[f"{prefix}.self_attn.{name}.weight"] = weight(64, 64)
+        tensors[f"{prefix}.mlp.gate.weight"] = weight(4, 64)
+        for expert in range(4):
+            for name in ("gate_proj", "up_proj"):
+                tensors[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = weight(32, 64)
+            tensors[f"{prefix}.mlp.experts.{expert}.down_proj.weight"] = weight(64, 32)
+    return tensors
+
+
 def by_layer(name: str) -> str:
     """A shard a layer, and one without experts."""
     layer = name.split(".")[2] if name.startswith(f"{PREFIX}.") else None

@@ -103,7 +103,7 @@ def test_the_headers_of_a_large_model_are_inspected_in_two_seconds(tmp_path):
     (tmp_path / "config.json").write_text("{}")
 
     seconds = []
-    for _ in range(3):
+    for _ in range(2):
         begin = time.process_time()  # other work on this machine is not its fault
         report = inspect(tmp_path)
         seconds.append(time.process_time() - begin)

@@ -11,7 +11,15 @@ import torch
 from safetensors import safe_open
 
 import checkpoints
-from finegrained_kernels.checkpoint import CheckpointError, compress, plan_compression, quantize, restore, verify
+from finegrained_kernels.checkpoint import (
+    CheckpointError,
+    compress,
+    load_layer_scales,
+    plan_compression,
+    quantize,
+    restore,
+    verify,
+)
 from finegrained_kernels.checkpoint.headers import build_header, read_header
 
 pytestmark = pytest.mark.usefixtures("bundle")
@@ -286,82 +294,29 @@ def test_dry_run_bounds_the_result(tmp_path):
     assert plan.least_bytes <= report.compressed_bytes <= plan.dense_bytes
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def random_qwen(dtype: torch.dtype) -> checkpoints.Tensors:
-    """Names and shapes of a tiny Qwen3-MoE, with what is no expert's linear layer too."""
-    generator = torch.Generator().manual_seed(6)
-
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    tensors = {"model.embed_tokens.weight": weight(64, 64), "lm_head.weight": weight(64, 64)}
-    tensors["model.norm.weight"] = weight(64)
-    for layer in range(2):
-        prefix = f"model.layers.{layer}"
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            tensors[f"{prefix}.self_attn.{name}.weight"] = weight(64, 64)
-        tensors[f"{prefix}.mlp.gate.weight"] = weight(4, 64)
-        for expert in range(4):
-            for name in ("gate_proj", "up_proj"):
-                tensors[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = weight(32, 64)
-            tensors[f"{prefix}.mlp.experts.{expert}.down_proj.weight"] = weight(64, 32)
-    return tensors
-
-
-@pytest.mark.parametrize("model", ["minilm", "qwen"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_quantize_then_round_trip(bundle, tmp_path, model, dtype):
-    make = checkpoints.minilm_moe if model == "minilm" else random_qwen
-    tensors = make(dtype=DTYPES[dtype])
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpu_gives_the_same_files(bundle, tmp_path, layout):
+    tensors = checkpoints.random_moe()
     source = checkpoints.write_checkpoint(
-        tmp_path / "source", tensors, checkpoints.CONFIG, shard_of=checkpoints.by_layer if dtype == "bf16" else None
+        tmp_path / "source", tensors, checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
     )
-    before = checkpoints.tree(source)
-    quantize(source, tmp_path / "nvfp4")
-    assert checkpoints.tree(source) == before
-    written = checkpoints.read_tensors(tmp_path / "nvfp4")
-    for name, tensor in tensors.items():
-        if ".experts." not in name:
-            assert torch.equal(written.pop(name), tensor)
-            continue
-        packed, scales, global_scale = bundle.nvfp4_quantize_two_level(tensor)
-        assert torch.equal(written.pop(name), packed)
-        assert torch.equal(written.pop(f"{name}_scale").view(torch.uint8), scales.view(torch.uint8))
-        assert torch.equal(written.pop(f"{name}_scale_2"), global_scale)
-    assert not written
-    for layout in LAYOUTS:
-        report = compress(tmp_path / "nvfp4", tmp_path / layout, layout=layout)
-        assert report.compressed or model == "qwen"  # 2 columns a row cannot shrink below a base and a code
-        assert verify(tmp_path / layout, against=tmp_path / "nvfp4").faults == []
-        restore(tmp_path / layout, tmp_path / f"{layout}-restored")
-        assert checkpoints.tree(tmp_path / f"{layout}-restored") == checkpoints.tree(tmp_path / "nvfp4")
-
-
-def test_quantize_writes_an_input_scale_if_asked_to(bundle, tmp_path):
-    source = checkpoints.write_checkpoint(tmp_path / "source", random_qwen(torch.bfloat16), checkpoints.CONFIG)
-    quantize(source, tmp_path / "nvfp4", include=["*.layers.1.*"], exclude=["*.up_proj.*"], input_scale=0.5)
-    written = checkpoints.read_tensors(tmp_path / "nvfp4")
-    modules = {name.removesuffix(".input_scale") for name in written if name.endswith(".input_scale")}
-    assert modules == {f"model.layers.1.mlp.experts.{e}.{p}_proj" for e in range(4) for p in ("gate", "down")}
-    assert all(float(written[f"{module}.input_scale"]) == 0.5 for module in modules)
-    assert written["model.layers.0.mlp.experts.0.gate_proj.weight"].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors["x.experts.0.up_proj.weight"].fill_(float("nan")), "x.experts.0.up_proj.weight"),
-        (lambda tensors: tensors.update({"x.experts.0.up_proj.weight": torch.ones(4, 24)}), "multiple of 16"),
-        (lambda tensors: tensors.update({"x.experts.0.up_proj.weight": torch.ones(4, 32).double()}), "F64"),
-        (lambda tensors: tensors.pop("x.experts.0.up_proj.weight"), "no weight"),
-    ],
-)
-def test_quantize_refuses(bundle, tmp_path, change, message):
-    tensors = {"x.experts.0.up_proj.weight": torch.ones(4, 32), "y": torch.ones(3)}
-    change(tensors)
-    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.CONFIG)
-    with pytest.raises(CheckpointError, match=message):
-        quantize(source, tmp_path / "nvfp4")
-    assert not list(tmp_path.glob("nvfp4/*.safetensors"))
+    compress(source, tmp_path / "cpu", layout=layout)
+    compress(source, tmp_path / "gpu", layout=layout, device="cuda", jobs=3)
+    assert checkpoints.tree(tmp_path / "gpu") == checkpoints.tree(tmp_path / "cpu")
+    assert verify(tmp_path / "gpu", against=source, device="cuda").faults == []
+    restore(tmp_path / "gpu", tmp_path / "restored", device="cuda")
+    assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(source)
+    for root in (source, tmp_path / "gpu"):
+        scales = load_layer_scales(root, 1, "gate_up_proj", order="up_gate", tp_rank=1, tp_size=2, device="cuda")
+        assert scales.device.type == "cuda"
+        names = [f"model.layers.1.mlp.experts.{{}}.{half}.weight_scale" for half in ("up_proj", "gate_proj")]
+        expected = [torch.cat([tensors[name.format(e)].view(torch.uint8)[32:] for name in names]) for e in range(4)]
+        decoded = bundle.decompress_nvfp4_csf_scales(scales).view(torch.uint8)
+        assert torch.equal(decoded.cpu(), torch.stack(expected))
+    plain = checkpoints.write_checkpoint(
+        tmp_path / "plain", checkpoints.random_qwen(torch.bfloat16), checkpoints.CONFIG
+    )
+    quantize(plain, tmp_path / "nvfp4-cpu")
+    quantize(plain, tmp_path / "nvfp4-gpu", device="cuda")
+    assert checkpoints.tree(tmp_path / "nvfp4-gpu") == checkpoints.tree(tmp_path / "nvfp4-cpu")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finegrained_kernels.checkpoint.contents import TensorReader
 
 _CPU_BATCH_BYTES = 8 << 20
-_GPU_BATCH_BYTES = 256 << 20
+_GPU_BATCH_BYTES = 64 << 20
 
 ReadInto = Callable[[str, memoryview], None]
 """Fills the view with the bytes of the tensor of that name."""

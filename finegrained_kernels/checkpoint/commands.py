@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from finegrained_kernels import BundleIntegrityError, BundleUnavailableError
 from finegrained_kernels import checkpoint as checkpoints
 from finegrained_kernels.checkpoint.inspection import USABLE, InspectReport, ScaleStats
 from finegrained_kernels.checkpoint.output import DEFAULT_JOBS
@@ -154,7 +155,7 @@ def push(
 def _errors() -> Iterator[None]:
     try:
         yield
-    except checkpoints.CheckpointError as error:
+    except (checkpoints.CheckpointError, BundleIntegrityError, BundleUnavailableError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
 

@@ -11,7 +11,14 @@ from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_
 from finegrained_kernels.checkpoint.headers import read_header
 from finegrained_kernels.checkpoint.layouts import CONFIG, CONTAINER_LAYOUT, HF_LAYOUT, Checkpoint, open_checkpoint
 from finegrained_kernels.checkpoint.names import Plane, select
-from finegrained_kernels.checkpoint.output import check_space, claim, finishing, for_each_shard, one_torch_thread
+from finegrained_kernels.checkpoint.output import (
+    check_request,
+    check_space,
+    claim,
+    finishing,
+    for_each_shard,
+    one_torch_thread,
+)
 from finegrained_kernels.checkpoint.publishing import marked_files, other_files, publish, rewritten_files
 from finegrained_kernels.checkpoint.records import Job, read_job, read_records, record_name
 from finegrained_kernels.checkpoint.shards import ShardWork
@@ -118,6 +125,7 @@ def compress(
     from finegrained_kernels import load
 
     source, destination = Path(source), Path(destination)
+    check_request(jobs, device)
     plan = plan_compression(source, include=include, exclude=exclude)
     job = _make_job(plan, layout, family, include, exclude)
     bundle = load()

@@ -42,6 +42,18 @@ def claim(root: Path, source: Path, *, ours: Callable[[Path], bool]) -> Path:
     return work
 
 
+def check_request(jobs: int, device: str) -> None:
+    """Raise before anything is written if a command cannot be run so."""
+    import torch
+
+    if jobs < 1:
+        raise CheckpointError(f"jobs must be at least 1, got {jobs}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CheckpointError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
 def check_space(root: Path, needed: int) -> None:
     """Raise before anything is written if ``needed`` bytes cannot fit."""
     free = shutil.disk_usage(root).free
@@ -89,8 +101,6 @@ def finishing(work: Path, *, wait: bool = True) -> Iterator[bool]:
 def run_shards(shards: Sequence[str], jobs: int, call: Callable[[str, Event], None]) -> None:
     """Call ``call(shard, stop)`` for each shard, ``jobs`` at a time; after a failure, or an interruption, set ``stop``
     and raise the first error."""
-    if jobs < 1:
-        raise CheckpointError(f"jobs must be at least 1, got {jobs}")
     stop = Event()
 
     def guarded(shard: str) -> None:

@@ -16,7 +16,14 @@ from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_
 from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo, read_header, replace_tensors
 from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint, open_checkpoint, read_json
 from finegrained_kernels.checkpoint.names import GROUP, split_expert
-from finegrained_kernels.checkpoint.output import check_space, claim, finishing, one_torch_thread, run_shards
+from finegrained_kernels.checkpoint.output import (
+    check_request,
+    check_space,
+    claim,
+    finishing,
+    one_torch_thread,
+    run_shards,
+)
 from finegrained_kernels.checkpoint.publishing import other_files
 from finegrained_kernels.checkpoint.stream import (
     CHUNK_BYTES,
@@ -75,6 +82,7 @@ def quantize(
     from finegrained_kernels import load
 
     source, destination = Path(source), Path(destination)
+    check_request(jobs, device)
     checkpoint = open_checkpoint(source)
     weights = _select(checkpoint, include, exclude)
     config = quantized_config(checkpoint.config, list(dict.fromkeys(map(_experts_module, weights))))

@@ -15,7 +15,14 @@ from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_
 from finegrained_kernels.checkpoint.headers import Header, TensorInfo, read_header
 from finegrained_kernels.checkpoint.layouts import Checkpoint, open_checkpoint
 from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Located
-from finegrained_kernels.checkpoint.output import check_space, claim, finishing, for_each_shard, one_torch_thread
+from finegrained_kernels.checkpoint.output import (
+    check_request,
+    check_space,
+    claim,
+    finishing,
+    for_each_shard,
+    one_torch_thread,
+)
 from finegrained_kernels.checkpoint.records import DIGESTS, Job, Record, read_job, read_records, source_name
 from finegrained_kernels.checkpoint.stream import (
     AtomicFile,
@@ -57,6 +64,7 @@ def restore(
     from finegrained_kernels import load
 
     root, destination = Path(checkpoint), Path(destination)
+    check_request(jobs, device)
     job = _read_job(root)
     opened_checkpoint = open_checkpoint(root)
     raise_faults(opened_checkpoint.faults)

@@ -79,18 +79,20 @@ def load_layer_scales(
     checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
     if tp_size < 1 or not 0 <= tp_rank < tp_size:
         raise CheckpointError(f"tp_rank must be from 0 to tp_size - 1, got {tp_rank} of {tp_size}")
+    cuts = [_cut(name, planes, tp_rank, tp_size) for name, planes in wanted]
+    rows, cols = sum(len(cut.rows) for cut in cuts), len(cuts[0].cols)
+    if rows * cols > 1 << POSITION_BITS:
+        message = f"{rows} x {cols} stacked is more than 2^{POSITION_BITS} bytes: load the halves apart"
+        raise CheckpointError(f"layer {layer}: {projection}: {message}")
     bundle = load()
     with TensorReader(checkpoint) as reader:
         wires = [
-            _read_wire(bundle, checkpoint, reader, planes, _cut(name, planes, tp_rank, tp_size), device)
-            for name, planes in wanted
+            _read_wire(bundle, checkpoint, reader, planes, cut, device)
+            for (_, planes), cut in zip(wanted, cuts, strict=True)
         ]
     wire = wires[0].stack(wires[1]) if len(wires) == 2 else wires[0]
-    if wire.rows * wire.cols > 1 << POSITION_BITS:
-        message = f"{wire.rows} x {wire.cols} stacked is more than 2^{POSITION_BITS} bytes: load the halves apart"
-        raise CheckpointError(f"layer {layer}: {projection}: {message}")
     words = wire.words.to(torch.int32).to(device).split(wire.counts.tolist())
-    return bundle.prepare_nvfp4_csf_scales(wire.fixed.to(device), words, num_rows=wire.rows, num_cols=wire.cols)
+    return bundle.prepare_nvfp4_csf_scales(wire.fixed.to(device), words, num_rows=rows, num_cols=cols)
 
 
 def load_layer_globals(

@@ -109,6 +109,7 @@ class TensorDigests:
         self.digests: dict[str, str] = {}
         self._tensors = iter(tensors)
         self._position = 0
+        self._name: str | None = None
         self._next()
 
     def update(self, chunk: memoryview) -> None:
@@ -121,7 +122,7 @@ class TensorDigests:
             self._hash.update(chunk[max(self._begin - start, 0) :])
 
     def _next(self) -> None:
-        if getattr(self, "_name", None) is not None:
+        if self._name is not None:
             self.digests[self._name] = self._hash.hexdigest()
         self._name, info = next(self._tensors, (None, None))
         while info is not None and info.nbytes == 0:

@@ -10,7 +10,7 @@ from finegrained_kernels.checkpoint.config import marked_layers
 from finegrained_kernels.checkpoint.contents import ContentCheck
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.layouts import CONFIG, CONTAINER_LAYOUT, SUMS, Checkpoint, open_checkpoint
-from finegrained_kernels.checkpoint.output import WORK, one_torch_thread, run_shards
+from finegrained_kernels.checkpoint.output import WORK, check_request, one_torch_thread, run_shards
 from finegrained_kernels.checkpoint.records import DIGESTS, Job, Record, read_job, read_record, source_name
 from finegrained_kernels.checkpoint.stream import Progress, file_sha256
 
@@ -45,10 +45,11 @@ def verify(
     names shard and tensor.
 
     Raises:
-        CheckpointError: ``against`` is not a sound checkpoint.
+        CheckpointError: ``against`` is not a sound checkpoint, or ``jobs`` or ``device`` make no sense.
     """
     from finegrained_kernels import load
 
+    check_request(jobs, device)
     root = Path(checkpoint)
     faults: list[Fault] = []
     source = None
