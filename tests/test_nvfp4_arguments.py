@@ -6,6 +6,7 @@ import pytest
 import torch
 
 E, N, K, M = 3, 32, 64, 4
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture
@@ -45,6 +46,7 @@ WRONG = [
     ({"Bs": None}, TypeError, "Bs: expected a tensor of scale bytes, got NoneType"),
     ({"As": torch.zeros(M, K // 16, dtype=torch.uint8)}, ValueError, "As: expected None with activation_format='bf16'"),
     (packed_a | {"As": torch.zeros(M, 3, dtype=torch.uint8)}, ValueError, r"As: expected shape \(4, 4\), got \(4, 3\)"),
+    ({"B": torch.zeros(0, N, K // 2, dtype=torch.uint8)}, ValueError, "B: expected one expert or more"),
     ({"expert_start": torch.zeros(E, dtype=torch.int32)}, ValueError, r"expert_start: .* 4 entries or more, got 3"),
     ({"expert_start": torch.zeros(E + 1, dtype=torch.int64)}, TypeError, "expert_start: expected int32, got"),
     ({"gather_idx": torch.zeros(M)}, TypeError, "gather_idx: expected int32 or int64"),
@@ -92,3 +94,59 @@ def test_nan_scales_stay_nan(bundle):
         torch.ones(M, K).bfloat16(), weight, None, scales, activation_format="bf16", b_global_scale=b_global
     )
     assert out[:, 5].isnan().all() and not out[:, :5].isnan().any() and not out[:, 6:].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_give_what_copies_give(bundle, device):
+    """Strided indices, and activations whose rows are neither dense nor aligned."""
+    torch.manual_seed(0)
+    weight, scales, b_global = bundle.nvfp4_quantize_two_level(torch.randn(E, N, K, device=device))
+    a = torch.randn(M * 2 * K + 1, device=device).bfloat16()
+    ids = torch.randint(0, E, (M, 2), dtype=torch.int32).to(device)
+    gather = torch.randint(0, M, (M, 3)).to(device)
+
+    def run(a: torch.Tensor, ids: torch.Tensor, gather: torch.Tensor) -> torch.Tensor:
+        return bundle.matmul_batched(
+            a,
+            weight,
+            None,
+            scales,
+            expert_ids=ids,
+            gather_idx=gather,
+            activation_format="bf16",
+            b_global_scale=b_global,
+        )
+
+    for view in (a[1 : 1 + M * K].view(M, K), a[: M * 2 * K].view(M, 2 * K)[:, K:]):
+        want = run(view.clone(), ids[:, 1].clone(), gather[:, 2].clone())
+        assert torch.equal(run(view, ids[:, 1], gather[:, 2]), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_wide_indices_are_not_wrapped(bundle, device):
+    """int64 indices that would be right ones if they were cut to 32 bits."""
+    weight, scales, _ = bundle.nvfp4_quantize_two_level(torch.ones(E, N, K, device=device))
+    a = torch.ones(M, K, dtype=torch.bfloat16, device=device)
+    right = torch.zeros(M, dtype=torch.int64, device=device)
+    wide = right + (1 << 32)
+    for ids, gather in ((wide, right), (right, wide)):
+        out = bundle.matmul_batched(
+            a, weight, None, scales, expert_ids=ids, gather_idx=gather, activation_format="bf16"
+        )
+        assert not out.any()
+
+
+@pytest.mark.gpu
+def test_weights_in_pieces_are_refused(bundle):
+    """Weights and scales are never copied on the way to a kernel."""
+    weight, scales, b_global = bundle.nvfp4_quantize_two_level(torch.randn(N, 2 * K, device="cuda"))
+    a = torch.ones(M, K, dtype=torch.bfloat16, device="cuda")
+    shifted = torch.zeros(N * K // 2 + 1, dtype=torch.uint8, device="cuda")[1:].view(N, K // 2)
+    half = scales[:, : K // 16]
+    for b, bs, message in (
+        (weight[:, : K // 2], half.clone(), "B: expected a contiguous tensor, got strides"),
+        (weight[:, : K // 2].clone(), half, "Bs: expected a contiguous tensor, got strides"),
+        (shifted, half.clone(), "B: expected 16-byte alignment"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bundle.matmul_2d(a, b, None, bs, activation_format="bf16", b_global_scale=b_global)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Optional
 
 import torch
@@ -62,6 +62,9 @@ class Gemm:
         return self.b.shape[2] * 2
 
 
+FIELDS = tuple(field.name for field in fields(Gemm))
+
+
 def expect(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
         raise ValueError(f"{name}: expected {expected}, got {got}")
@@ -73,6 +76,7 @@ def check_weights(B: torch.Tensor, Bs: torch.Tensor, gate: bool) -> None:
         raise TypeError(f"B: expected packed uint8 or int8, got {B.dtype}")
     expect(B.ndim == 3, "B", "shape (E, N, K/2)", tuple(B.shape))
     num_experts, rows, depth = B.shape[0], B.shape[1], B.shape[2] * 2
+    expect(num_experts > 0, "B", "one expert or more", tuple(B.shape))
     multiple = 32 if gate else 16
     expect(rows % multiple == 0, "B", f"N rows a multiple of {multiple}", f"shape {tuple(B.shape)}")
     expect(depth % 32 == 0 and depth > 0, "B", "K a positive multiple of 32", f"K = {depth}")
@@ -124,6 +128,10 @@ def check_index(name: str, index: torch.Tensor | None, device: torch.device, len
     expect(index.device == device, name, f"device {device}", index.device)
     if length is not None:
         expect(index.shape[0] == length, name, f"{length} entries, one a routed row", index.shape[0])
+
+
+def contiguous(index: torch.Tensor | None) -> torch.Tensor | None:
+    return None if index is None else index.contiguous()
 
 
 def check_gemm(
@@ -203,10 +211,10 @@ def check_gemm(
         b=B,
         b_scales=Bs,
         b_global=b_global.reshape(len(b_global), -1).expand(num_experts, b_columns),
-        expert_ids=expert_ids,
-        expert_start=expert_start,
-        gather_idx=gather_idx,
-        scatter_idx=scatter_idx,
+        expert_ids=contiguous(expert_ids),
+        expert_start=contiguous(expert_start),
+        gather_idx=contiguous(gather_idx),
+        scatter_idx=contiguous(scatter_idx),
         gate=gate,
         alpha=1.0 if swiglu_alpha is None else float(swiglu_alpha),
         limit=None if swiglu_limit is None else float(swiglu_limit),

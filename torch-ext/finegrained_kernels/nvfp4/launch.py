@@ -9,16 +9,18 @@ import triton
 
 from ..device import num_sms, on_device
 from .act_quant import expanded_operands, quantized_operands
-from .arguments import Gemm
+from .arguments import Gemm, expect
 from .configs import Config, choose_config
 from .portable_gemm import portable_gemm_kernel
 from .reference import GROUP
 
+ALIGNMENT = 16
 PORTABLE_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_T": 16}
 
 
 def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
     """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. `config` overrides the table's."""
+    check_memory(gemm)
     outputs = new_outputs(gemm)
     if not gemm.num_rows:
         return outputs
@@ -30,6 +32,20 @@ def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
         else:
             launch_portable(gemm, arguments, constants)
     return outputs
+
+
+def check_memory(gemm: Gemm) -> None:
+    """The kernels read weights and scales as 16-byte vectors of one dense block. They are never copied behind the
+    caller's back: they are most of the memory there is."""
+    for name, tensor in (("B", gemm.b), ("Bs", gemm.b_scales)):
+        expect(tensor.is_contiguous(), name, "a contiguous tensor", f"strides {tensor.stride()}")
+        expect(tensor.data_ptr() % ALIGNMENT == 0, name, f"{ALIGNMENT}-byte alignment", hex(tensor.data_ptr()))
+
+
+def aligned(a: torch.Tensor) -> torch.Tensor:
+    """`a`, contiguous and aligned: copied if it is not."""
+    a = a.contiguous()
+    return a if a.data_ptr() % ALIGNMENT == 0 else a.clone()
 
 
 def new_outputs(gemm: Gemm) -> list[torch.Tensor]:
@@ -46,7 +62,7 @@ def prepare_activations(gemm: Gemm) -> tuple[torch.Tensor, Optional[torch.Tensor
     W4A16 uses `a` as it is. W4A4 multiplies exact bf16 code * scale, made here in one pass over the activations; only a
     global of each expert makes it expand the routed rows first, since one source row then has several quantizations.
     """
-    a = gemm.a.contiguous()
+    a = aligned(gemm.a)
     if gemm.weight_only:
         return a, None, gemm.gather_idx
     if gemm.a_scales is not None:
@@ -119,8 +135,8 @@ def launch_mma(gemm: Gemm, config: Config | None, arguments: tuple, constants: d
     from .wgmma_gemm import nvfp4_wgmma_kernel, permute_tokens
 
     if config is None:
-        rows_per_expert = 1 if gemm.expert_ids is not None else gemm.num_rows / gemm.num_experts
-        config = choose_config(gemm.a.device, gemm.b.shape[1], gemm.depth, rows_per_expert)
+        rows = gemm.num_rows if gemm.expert_ids is None else min(gemm.num_rows, gemm.num_experts)  # a row, a tile
+        config = choose_config(gemm.a.device, gemm.b.shape[1], gemm.depth, rows, gemm.num_experts)
     tiles = max_row_tiles(gemm, config.block_t) * triton.cdiv(gemm.b.shape[1], config.block_n)
     grid = min(tiles, num_sms(gemm.a.device) * config.programs_per_sm)
     operands, x_global, b, b_scales, *rest = arguments

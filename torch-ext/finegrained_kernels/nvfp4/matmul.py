@@ -25,7 +25,7 @@ from typing import List, Optional
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from .arguments import Gemm, check_gemm
+from .arguments import FIELDS, Gemm, check_gemm
 from .cpu import run_on_cpu
 from .reference import GROUP
 
@@ -99,7 +99,7 @@ def _run_on_device(gemm: Gemm) -> List[torch.Tensor]:
 
 def _to_flat(gemm: Gemm) -> tuple:
     """The fields of `gemm` in order, as the registered op takes them: ops accept tensors and scalars only."""
-    return tuple(gemm.__dict__.values())
+    return tuple(getattr(gemm, name) for name in FIELDS)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("nvfp4_gemm"), mutates_args=())

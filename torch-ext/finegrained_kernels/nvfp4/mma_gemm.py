@@ -54,8 +54,8 @@ def group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E: gl.constex
 def locate(row_tile, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, BLOCK_T: gl.constexpr):
     """(expert, first row, end row) of a row tile. An expert id no expert has becomes `num_experts`."""
     if expert_ids_ptr is not None:
-        expert = gl.load(expert_ids_ptr + row_tile).to(gl.int32)
-        expert = gl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+        expert = gl.load(expert_ids_ptr + row_tile)  # int32 or int64: compared before it is narrowed
+        expert = gl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(gl.int32)
         return expert, row_tile, row_tile + 1
     elif expert_start_ptr is not None:
         expert = gl.sum((tile_ends <= row_tile).to(gl.int32), axis=0)
@@ -185,9 +185,10 @@ def multiply(
     for chunk in range(NUM_CHUNKS):
         async_copy.wait_group(STAGES - 2)
         ahead = chunk + STAGES - 1
-        if ahead < NUM_CHUNKS:
-            copy_weights(smem, pointers, masks, ahead, ahead % STAGES, GROUPS, C, SWIZZLED)
-            copy_tokens(smem[2], x_ptrs, x_mask, x_value, ahead, ahead % STAGES, GROUPS, C)
+        if NUM_CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+            if ahead < NUM_CHUNKS:
+                copy_weights(smem, pointers, masks, ahead, ahead % STAGES, GROUPS, C, SWIZZLED)
+                copy_tokens(smem[2], x_ptrs, x_mask, x_value, ahead, ahead % STAGES, GROUPS, C)
         async_copy.commit_group()
         acc = multiply_chunk(acc, smem, chunk % STAGES, BLOCK_N, BLOCK_T, GROUPS)
     return acc
@@ -232,8 +233,8 @@ def source_rows(tokens, gather_ptr, first, end, num_sources):
     rows = first + tokens
     ok = rows < end
     if gather_ptr is not None:
-        rows = gl.load(gather_ptr + rows, mask=ok, other=-1).to(gl.int32)
-    return gl.where(ok & (rows >= 0) & (rows < num_sources), rows, -1)
+        rows = gl.load(gather_ptr + rows, mask=ok, other=-1)
+    return gl.where(ok & (rows >= 0) & (rows < num_sources), rows, -1).to(gl.int32)
 
 
 @gluon.jit
@@ -242,7 +243,7 @@ def target_rows(targets_ptr, first, end, num_rows, LAYOUT: gl.constexpr, BLOCK_T
     rows = first + gl.arange(0, BLOCK_T, LAYOUT)
     ok = rows < end
     if targets_ptr is not None:
-        rows = gl.load(targets_ptr + rows, mask=ok, other=-1).to(gl.int32)
+        rows = gl.load(targets_ptr + rows, mask=ok, other=-1)
         ok = (rows >= 0) & (rows < num_rows)
     return rows, ok
 
@@ -281,6 +282,30 @@ def store_quantized(
     gl.store(out_scales_ptr + rows.to(gl.int64)[None, :] * (N // 16) + cols[:, None], scales, mask=mask)
 
 
+@gluon.jit
+def store_tile(
+    acc, tile, x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr, gather_ptr, scatter_ptr,
+    num_rows, num_sources, num_experts, strides, swiglu, SHIFT: gl.constexpr,
+    N: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr, X_GLOBAL_PER_ROW: gl.constexpr, ROUNDED: gl.constexpr,
+):  # fmt: skip
+    """From the sums [BLOCK_N, BLOCK_T] of `tile` (expert, first row, end row, n_tile) to the output."""
+    expert, first, end, n_tile = tile
+    TOKENS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+    expert = gl.minimum(expert, num_experts - 1)
+    if X_GLOBAL_PER_ROW:
+        sources = source_rows(gl.arange(0, acc.shape[1], TOKENS), gather_ptr, first, end, num_sources)
+        acc = acc * gl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[None, :]
+        x_global_ptr = None
+    values = scale_and_gate(acc, expert, w_global_ptr, x_global_ptr, strides, swiglu, SHIFT, GATE, HAS_LIMIT)
+    if out_scales_ptr is None:
+        store_values(values.to(out_ptr.dtype.element_ty), out_ptr, scatter_ptr, first, end, n_tile, num_rows, N)
+    else:
+        global_scale = gl.load(out_global_ptr + expert * strides[3])
+        store_quantized(
+            values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, scatter_ptr, first, end, n_tile, num_rows, N
+        )
+
+
 @gluon.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
 def nvfp4_gemm_kernel(
     x_ptr, x_global_ptr, w_ptr, scales_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
@@ -296,10 +321,8 @@ def nvfp4_gemm_kernel(
     W: gl.constexpr = gl.num_warps()
     OUT_N: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
     N_TILES: gl.constexpr = (N + OUT_N - 1) // OUT_N
-    TOKENS: gl.constexpr = gl.SliceLayout(0, mma_layout(W))
     QUAD_TOKENS: gl.constexpr = gl.SliceLayout(1, copy_layout(4 * GROUPS, 8, W))
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    SHIFT: gl.constexpr = operand_shift(DTYPE)
     smem = (
         gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2)),
         gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
@@ -326,26 +349,8 @@ def nvfp4_gemm_kernel(
                 acc, x_ptr, w_ptr, scales_ptr, sources, expert.to(gl.int64), n_tile, smem,
                 N, K, GATE, SWIZZLED, GROUPS, STAGES,
             )  # fmt: skip
-        expert = gl.minimum(expert, num_experts - 1)
-        if X_GLOBAL_PER_ROW:
-            sources = source_rows(gl.arange(0, BLOCK_T, TOKENS), gather_ptr, first, end, num_sources)
-            acc = acc * gl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[None, :]
-        values = scale_and_gate(
-            acc,
-            expert,
-            w_global_ptr,
-            None if X_GLOBAL_PER_ROW else x_global_ptr,
-            strides,
-            swiglu,
-            SHIFT,
-            GATE,
-            HAS_LIMIT,
-        )
-        if out_scales_ptr is None:
-            values = values.to(out_ptr.dtype.element_ty)
-            store_values(values, out_ptr, scatter_ptr, first, end, n_tile, num_rows, N)
-        else:
-            global_scale = gl.load(out_global_ptr + expert * strides[3])
-            store_quantized(
-                values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, scatter_ptr, first, end, n_tile, num_rows, N
-            )
+        store_tile(
+            acc, (expert, first, end, n_tile), x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
+            gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu, operand_shift(DTYPE),
+            N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW, ROUNDED,
+        )  # fmt: skip

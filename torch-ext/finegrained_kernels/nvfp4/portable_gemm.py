@@ -18,8 +18,8 @@ def locate(
 ):
     """(expert, first row, end row) of a row tile; the rows of no expert belong to expert `num_experts`."""
     if expert_ids_ptr is not None:
-        expert = tl.load(expert_ids_ptr + row_tile).to(tl.int32)
-        expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts)
+        expert = tl.load(expert_ids_ptr + row_tile)  # int32 or int64: compared before it is narrowed
+        expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
         first = row_tile
         end = row_tile + 1
     elif expert_start_ptr is not None:
@@ -100,7 +100,7 @@ def portable_gemm_kernel(
     ok = rows < end
     sources = rows
     if gather_ptr is not None:
-        sources = tl.load(gather_ptr + rows, mask=ok, other=-1).to(tl.int32)
+        sources = tl.load(gather_ptr + rows, mask=ok, other=-1)
     sources = tl.where(ok & (sources >= 0) & (sources < num_sources), sources, -1)
     ROWS: tl.constexpr = 2 * N if GATE else N
     PLANE: tl.constexpr = (ROWS + 127) // 128 * ((K // 16 + 3) // 4) * 512 if SWIZZLED else ROWS * (K // 16)
@@ -132,7 +132,7 @@ def portable_gemm_kernel(
         up = acc_up * tl.load(w_global_ptr + base * strides[0] + strides[1]) * x_global
         values = gated_product(values, up, swiglu[0], swiglu[1], HAS_LIMIT)
     if scatter_ptr is not None:
-        rows = tl.load(scatter_ptr + rows, mask=ok, other=-1).to(tl.int32)
+        rows = tl.load(scatter_ptr + rows, mask=ok, other=-1)
         ok = (rows >= 0) & (rows < num_rows)
     if out_scales_ptr is None:
         mask = ok[:, None] & (cols < N)[None, :]

@@ -19,6 +19,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import ampere
 
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_async = getattr(ampere.async_copy, "async_load", ampere.async_copy.async_copy_global_to_shared)
 
 

@@ -21,33 +21,43 @@ from .mma_gemm import (
     group_tile_ends,
     locate,
     row_swizzle,
-    scale_and_gate,
     source_rows,
-    store_quantized,
-    store_values,
+    store_tile,
     weight_pointers,
 )
-from .tiles import copy_layout, group_layout, group_scales, load_async, operand_shift, to_slots, word_values
+from .tiles import (
+    barrier,
+    copy_layout,
+    group_layout,
+    group_scales,
+    load_async,
+    operand_shift,
+    powers,
+    to_slots,
+    word_values,
+)
+
+PERMUTE_BLOCK = 4096
 
 
 @triton.jit
-def permute_tokens_kernel(x_ptr, out_ptr, K, GROUPS: tl.constexpr):
-    """One chunk of one row a program: [8 products, G slots, 2 values], zeros past K."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offs = tl.arange(0, 16 * GROUPS)
-    product = offs // (2 * GROUPS)
-    slot, half = offs % (2 * GROUPS) // 2, offs % 2
-    group = slot % 4 * (GROUPS // 4) + slot // 4
-    k = chunk * (16 * GROUPS) + group * 16 + product // 4 * 8 + half * 4 + product % 4
-    values = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-    tl.store(out_ptr + (row * tl.num_programs(1) + chunk) * (16 * GROUPS) + offs, values)
+def permute_tokens_kernel(x_ptr, out_ptr, num_rows, K: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK results a program. In a chunk, k = (lane, own group, word, half, p) and the result is (word, p, own group,
+    lane, half): tiles.py. Zeros past K."""
+    ROW: tl.constexpr = (K + 16 * GROUPS - 1) // (16 * GROUPS) * (16 * GROUPS)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, k = offs // ROW, offs % ROW
+    values = tl.load(x_ptr + row * K + k, mask=(row < num_rows) & (k < K), other=0.0)
+    values = values.reshape(BLOCK // (16 * GROUPS), 4, GROUPS // 4, 2, 2, 4)
+    tl.store(out_ptr + offs, values.permute(0, 3, 5, 2, 1, 4).reshape(BLOCK), mask=row < num_rows)
 
 
 def permute_tokens(x: torch.Tensor, groups: int) -> torch.Tensor:
     """[M, chunks, 8, 2G] of activations [M, K]; bytes moved: each value read and written once."""
     chunks = triton.cdiv(x.shape[1], 16 * groups)
     out = x.new_empty(x.shape[0], chunks, 8, 2 * groups)
-    permute_tokens_kernel[(x.shape[0], chunks)](x, out, x.shape[1], GROUPS=groups, num_warps=1)
+    grid = (triton.cdiv(out.numel(), PERMUTE_BLOCK),)
+    permute_tokens_kernel[grid](x, out, x.shape[0], K=x.shape[1], GROUPS=groups, BLOCK=PERMUTE_BLOCK)
     return out
 
 
@@ -57,19 +67,30 @@ def wgmma_layout(num_warps: int, block_t: int):
     return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, block_t, 16])
 
 
+@gluon.constexpr_function
+def word_rows_layout(block_t: int, cols: int, num_warps: int):
+    """[2 words, BLOCK_T] as the rows of `copy_layout(cols, 8)` of [2 * BLOCK_T, cols] are spread."""
+    across = cols // 8
+    rows = [[bit // block_t, bit % block_t] for bit in powers(1, 2 * block_t)]
+    in_lanes, in_warps = len(powers(across, 32)), len(powers(1, num_warps))
+    lanes = [[0, 0]] * len(powers(1, across)) + rows[:in_lanes]
+    warps = rows[in_lanes : in_lanes + in_warps]
+    warps += [[0, 0]] * (in_warps - len(warps))
+    return gl.DistributedLinearLayout(rows[in_lanes + in_warps :], lanes, warps, [], [2, block_t])
+
+
 @gluon.jit
-def weight_operands(words, scales, WORD: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr, DTYPE: gl.constexpr):
-    """The left operands [BLOCK_N, 2G] of the 4 products of one word of every group."""
+def weight_operand(words, scales, WORD: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr, IS_FP16: gl.constexpr):
+    """The left operand [BLOCK_N, 8G] of the 4 products, one after the other, of one word of every group."""
     BLOCK_N: gl.constexpr = words.shape[0]
-    w = word_values(words, scales, WORD, DTYPE == gl.float16)
-    left = ()
+    w = word_values(words, scales, WORD, IS_FP16)
+    pairs = ()
     for i in gl.static_range(4):
-        pairs = gl.join(to_slots(w[2 * i], BLOCK_N, GROUPS), to_slots(w[2 * i + 1], BLOCK_N, GROUPS))
-        pairs = gl.convert_layout(
-            pairs.reshape([BLOCK_N, 2 * GROUPS]), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True
-        )
-        left = left + (pairs,)  # noqa: RUF005 (Triton tuples do not unpack)
-    return left
+        pair = gl.join(to_slots(w[2 * i], BLOCK_N, GROUPS), to_slots(w[2 * i + 1], BLOCK_N, GROUPS))
+        pairs = pairs + (pair,)  # noqa: RUF005 (Triton tuples do not unpack)
+    left = gl.join(gl.join(pairs[0], pairs[1]), gl.join(pairs[2], pairs[3]))  # row, slot, half, product & 1, >> 1
+    left = left.permute([0, 4, 3, 1, 2]).reshape([BLOCK_N, 8 * GROUPS])
+    return gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -78,13 +99,7 @@ def copy_chunk(
 ):
     """Start the copies of one K chunk of weights, scales and permuted activations into a stage of the ring."""
     copy_weights(smem, pointers, masks, chunk, stage, GROUPS, C, SWIZZLED)
-    load_async(smem[2].index(stage), x_ptrs + chunk * (16 * GROUPS), mask=x_mask)
-
-
-@gluon.jit
-def finish(acc, busy, OUTSTANDING: gl.constexpr):
-    """Wait for all but the last products; `busy`, what the others read, keeps its registers until then."""
-    return hopper.warpgroup_mma_wait(OUTSTANDING, deps=[acc, busy[0], busy[1], busy[2], busy[3]])[0]
+    load_async(smem[2].index(stage).slice(0, x_ptrs.shape[0]), x_ptrs + chunk * (16 * GROUPS), mask=x_mask)
 
 
 @gluon.jit
@@ -99,38 +114,63 @@ def multiply(
     BLOCK_T: gl.constexpr = acc.shape[1]
     MMA: gl.constexpr = acc.type.layout
     NUM_CHUNKS: gl.constexpr = (C + GROUPS - 1) // GROUPS
+    IS_FP16: gl.constexpr = smem[2].dtype == gl.float16
     pointers, masks = weight_pointers(w_ptr, scales_ptr, expert, n_tile, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
-    X_COPY: gl.constexpr = copy_layout(2 * GROUPS, 8, gl.num_warps())
-    product = gl.arange(0, 8 * BLOCK_T, gl.SliceLayout(1, X_COPY)) // BLOCK_T
-    x_value = (product * (2 * GROUPS))[:, None] + gl.arange(0, 2 * GROUPS, gl.SliceLayout(0, X_COPY))[None, :]
+    X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
+    row = gl.arange(0, 2 * BLOCK_T, gl.SliceLayout(1, X_COPY))
+    x_value = (row // BLOCK_T * (8 * GROUPS))[:, None] + gl.arange(0, 8 * GROUPS, gl.SliceLayout(0, X_COPY))[None, :]
     x_ptrs = x_ptr + sources.to(gl.int64)[:, None] * (NUM_CHUNKS * 16 * GROUPS) + x_value
     x_mask = (sources >= 0)[:, None]
-    for chunk in gl.static_range(STAGES - 2):
+    for chunk in gl.static_range(STAGES - 1):
         if chunk < NUM_CHUNKS:
             copy_chunk(smem, pointers, masks, x_ptrs, x_mask, chunk, chunk, GROUPS, C, SWIZZLED)
         async_copy.commit_group()
-    NONE: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    none = gl.zeros([BLOCK_N, 2 * GROUPS], smem[2].dtype, NONE)
-    busy = (none, none, none, none)
+    busy = gl.zeros([BLOCK_N, 8 * GROUPS], smem[2].dtype, gl.DotOperandLayout(0, MMA, 2))
     for chunk in range(NUM_CHUNKS):
-        async_copy.wait_group(STAGES - 3)
+        async_copy.wait_group(STAGES - 2)
         hopper.fence_async_shared()
-        ahead = chunk + STAGES - 2  # goes where the products that every warp has waited for, two chunks ago, read
-        if ahead < NUM_CHUNKS:
-            copy_chunk(smem, pointers, masks, x_ptrs, x_mask, ahead, ahead % STAGES, GROUPS, C, SWIZZLED)
-        async_copy.commit_group()
         stage = chunk % STAGES
         words = smem[0].index(stage).load(group_layout(BLOCK_N, GROUPS, gl.num_warps()))
         scale_pairs = smem[1].index(stage).load(group_layout(BLOCK_N, GROUPS // 2, gl.num_warps()))
-        scales = group_scales(scale_pairs, smem[2].dtype == gl.float16)
+        scales = group_scales(scale_pairs, IS_FP16)
         for word in gl.static_range(2):
-            left = weight_operands(words, scales, word, GROUPS, MMA, smem[2].dtype)
-            for i in gl.static_range(4):
-                right = smem[2].index(stage).slice((4 * word + i) * BLOCK_T, BLOCK_T).permute([1, 0])
-                acc = hopper.warpgroup_mma(left[i], right, acc, is_async=True)
-            acc = finish(acc, busy, 4)
+            left = weight_operand(words, scales, word, GROUPS, MMA, IS_FP16)
+            right = smem[2].index(stage).slice(word * BLOCK_T, BLOCK_T).permute([1, 0])
+            acc = hopper.warpgroup_mma(left, right, acc, is_async=True)
+            if word == 1:
+                barrier()  # every warp has waited for the last chunk's products: its stage is free
+                ahead = chunk + STAGES - 1
+                if NUM_CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+                    if ahead < NUM_CHUNKS:
+                        copy_chunk(smem, pointers, masks, x_ptrs, x_mask, ahead, ahead % STAGES, GROUPS, C, SWIZZLED)
+                async_copy.commit_group()
+            acc, _ = hopper.warpgroup_mma_wait(1, deps=[acc, busy])  # what products read keeps its registers until then
             busy = left
-    return finish(acc, busy, 0)
+    acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, busy])
+    return acc
+
+
+@gluon.jit
+def tile_sums(
+    x_ptr, w_ptr, scales_ptr, gather_ptr, tile, num_sources, num_experts, smem,
+    N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Unscaled sums [BLOCK_N, BLOCK_T] of `tile` (expert, first row, end row, n_tile)."""
+    expert, first, end, n_tile = tile
+    acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, wgmma_layout(gl.num_warps(), BLOCK_T))
+    if expert < num_experts:
+        ROWS: gl.constexpr = word_rows_layout(BLOCK_T, 8 * GROUPS, gl.num_warps())
+        tokens = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ROWS))
+        sources = source_rows(tokens, gather_ptr, first, end, num_sources)
+        sources = gl.full([2, BLOCK_T], 0, gl.int32, ROWS) + sources[None, :]
+        X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
+        sources = gl.convert_layout(sources.reshape([2 * BLOCK_T]), gl.SliceLayout(1, X_COPY), assert_trivial=True)
+        acc = multiply(
+            acc, x_ptr, w_ptr, scales_ptr, sources, expert.to(gl.int64), n_tile, smem,
+            N, K, GATE, SWIZZLED, GROUPS, STAGES,
+        )  # fmt: skip
+    return acc
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
@@ -141,16 +181,13 @@ def nvfp4_wgmma_kernel(
     X_GLOBAL_PER_ROW: gl.constexpr, ROUNDED: gl.constexpr, BLOCK_E: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `nvfp4_gemm_kernel`, on permuted activations."""
-    W: gl.constexpr = gl.num_warps()
-    MMA: gl.constexpr = wgmma_layout(W, BLOCK_T)
+    """As `nvfp4_gemm_kernel`, on permuted activations. A tile of few rows is multiplied as one of BLOCK_T / 4."""
     N_TILES: gl.constexpr = (N + (BLOCK_N // 2 if GATE else BLOCK_N) - 1) // (BLOCK_N // 2 if GATE else BLOCK_N)
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    SHIFT: gl.constexpr = operand_shift(DTYPE)
     smem = (
         gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2)),
         gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-        gl.allocate_shared_memory(DTYPE, [STAGES, 8 * BLOCK_T, 2 * GROUPS], gl.NVMMASharedLayout(4 * GROUPS, 16, 2)),
+        gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2)),
     )
     tile_ends = 0
     if expert_start_ptr is not None:
@@ -159,39 +196,20 @@ def nvfp4_wgmma_kernel(
     else:
         row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
 
-    for tile in range(gl.program_id(0), row_tiles * N_TILES, gl.num_programs(0)):
-        n_tile = tile % N_TILES
+    for index in range(gl.program_id(0), row_tiles * N_TILES, gl.num_programs(0)):
         expert, first, end = locate(
-            tile // N_TILES, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, BLOCK_T
+            index // N_TILES, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, BLOCK_T
         )
-        acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, MMA)
-        if expert < num_experts:
-            tokens = gl.arange(0, 8 * BLOCK_T, gl.SliceLayout(1, copy_layout(2 * GROUPS, 8, W))) % BLOCK_T
-            sources = source_rows(tokens, gather_ptr, first, end, num_sources)
-            acc = multiply(
-                acc, x_ptr, w_ptr, scales_ptr, sources, expert.to(gl.int64), n_tile, smem,
-                N, K, GATE, SWIZZLED, GROUPS, STAGES,
-            )  # fmt: skip
-        expert = gl.minimum(expert, num_experts - 1)
-        if X_GLOBAL_PER_ROW:
-            sources = source_rows(gl.arange(0, BLOCK_T, gl.SliceLayout(0, MMA)), gather_ptr, first, end, num_sources)
-            acc = acc * gl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[None, :]
-        values = scale_and_gate(
-            acc,
-            expert,
-            w_global_ptr,
-            None if X_GLOBAL_PER_ROW else x_global_ptr,
-            strides,
-            swiglu,
-            SHIFT,
-            GATE,
-            HAS_LIMIT,
-        )
-        if out_scales_ptr is None:
-            values = values.to(out_ptr.dtype.element_ty)
-            store_values(values, out_ptr, scatter_ptr, first, end, n_tile, num_rows, N)
-        else:
-            global_scale = gl.load(out_global_ptr + expert * strides[3])
-            store_quantized(
-                values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, scatter_ptr, first, end, n_tile, num_rows, N
-            )
+        tile = (expert, first, end, index % N_TILES)
+        is_small = end - first <= BLOCK_T // 4
+        for part in gl.static_range(1, 5, 3):
+            if is_small == (part == 4):
+                sums = tile_sums(
+                    x_ptr, w_ptr, scales_ptr, gather_ptr, tile, num_sources, num_experts, smem,
+                    N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part, STAGES,
+                )  # fmt: skip
+                store_tile(
+                    sums, tile, x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
+                    gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu, operand_shift(DTYPE),
+                    N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW, ROUNDED,
+                )  # fmt: skip

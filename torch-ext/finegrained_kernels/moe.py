@@ -1,0 +1,201 @@
+"""The MoE layer on prepared experts: routing, gated up-projection, down-projection, weighted sum.
+
+Scales that are kept compressed are decoded before the GEMMs read them: by the call itself, only those of experts that
+have rows, or ahead of it by `expand_scales`, all of them, on whatever stream is current. Both write the experts'
+scratch, which layers may share; the caller orders streams, or lets `ScalePrefetcher` do it. Dense, staged and expanded
+scales run the same GEMMs and give the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Union
+
+import torch
+
+from .csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
+from .csf.scales import NVFP4CSFScales
+from .nvfp4.matmul import matmul_grouped
+from .routing import compute_grouped_scheduling, weighted_reduce
+
+Scales = Union[torch.Tensor, NVFP4CSFScales]
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Experts:
+    """Weights of `E` experts with hidden size `H` and intermediate size `I`, ready for `moe_forward`.
+
+    Attributes:
+        gate_up: packed uint8 `[E, 2 * I, H / 2]`, rows `[gate; up]`.
+        down: packed uint8 `[E, H, I / 2]`.
+        gate_up_scales: float8_e4m3fn `[E, 2 * I, H / 16]`, or the same compressed.
+        down_scales: float8_e4m3fn `[E, H, I / 16]`, or the same compressed.
+        gate_up_global: float32 `[E]`, or `[E, 2]` where gate and up differ; a multiplier.
+        down_global: float32 `[E]`, a multiplier.
+        gate_up_input_global, down_input_global: float32 scalar or `[E]`, calibrated multipliers of the activations for
+            W4A4; None measures each row.
+        scratch: contiguous uint8 of `scratch_size` bytes or more, which compressed scales are decoded into; layers that
+            never run at the same time may share one. None allocates at every call.
+
+    Raises:
+        ValueError: shapes that do not fit together, or a scratch that is too small or elsewhere; names the tensor.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_scales: Scales
+    down_scales: Scales
+    gate_up_global: torch.Tensor
+    down_global: torch.Tensor
+    gate_up_input_global: torch.Tensor | None = None
+    down_input_global: torch.Tensor | None = None
+    scratch: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_experts, hidden_size, intermediate_size = self.num_experts, self.hidden_size, self.intermediate_size
+        expected = {
+            "gate_up": (num_experts, 2 * intermediate_size, hidden_size // 2),
+            "down": (num_experts, hidden_size, intermediate_size // 2),
+            "gate_up_scales": (num_experts, 2 * intermediate_size, hidden_size // 16),
+            "down_scales": (num_experts, hidden_size, intermediate_size // 16),
+        }
+        for name, shape in expected.items():
+            if tuple(getattr(self, name).shape) != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(getattr(self, name).shape)}")
+        scratch = self.scratch
+        if scratch is not None and (scratch.dtype != torch.uint8 or scratch.device != self.gate_up.device):
+            device = self.gate_up.device
+            raise ValueError(f"scratch must be torch.uint8 on {device}, got {scratch.dtype} on {scratch.device}")
+        if scratch is not None and (not scratch.is_contiguous() or scratch.numel() < self.scratch_size):
+            raise ValueError(
+                f"scratch must be contiguous and hold {self.scratch_size} bytes, got shape {tuple(scratch.shape)}"
+            )
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.gate_up.shape[2] * 2
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.gate_up.shape[1] // 2
+
+    @property
+    def scratch_size(self) -> int:
+        """Bytes of scratch that decoding all compressed scales of these experts takes; 0 if they are dense."""
+        return sum(csf_workspace_size(scales) for scales in self._compressed())
+
+    def _compressed(self) -> list[NVFP4CSFScales]:
+        return [scales for scales in (self.gate_up_scales, self.down_scales) if isinstance(scales, NVFP4CSFScales)]
+
+
+def uses_expanded_scales(experts: NVFP4Experts, num_tokens: int) -> bool:
+    """Would `moe_forward(experts, ...)` on `num_tokens` tokens read scales that `expand_scales` wrote?"""
+    return num_tokens > 0 and experts.scratch is not None and experts.scratch_size > 0
+
+
+def expand_scales(experts: NVFP4Experts) -> bool:
+    """Decode all compressed scales into the experts' scratch, on the current stream, for `scales_expanded=True`.
+
+    Run it after the previous user of the scratch and before the call that it is for. Returns False, having done
+    nothing, when the scales are dense.
+
+    Raises:
+        ValueError: compressed scales and no scratch.
+    """
+    if not experts.scratch_size:
+        return False
+    if experts.scratch is None:
+        raise ValueError(f"experts.scratch must be a uint8 tensor of {experts.scratch_size} bytes, got None")
+    _dense_scales(experts, expand=True)
+    return True
+
+
+def moe_forward(
+    experts: NVFP4Experts,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    activation_format: str | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_limit: float | None = None,
+    scales_expanded: bool = False,
+) -> torch.Tensor:
+    """`sum over k of weight * down(silu(gate(x)) * up(x))` for each token, over its experts.
+
+    Args:
+        experts: the layer's weights.
+        hidden_states: bf16 or fp16 `[M, H]`.
+        top_k_index: int32 or int64 `[M, top_k]`. An id outside `0..E - 1`, as expert parallelism sends, adds nothing.
+        top_k_weights: floating point `[M, top_k]`.
+        activation_format: None for W4A4, "bf16" for W4A16.
+        swiglu_alpha, swiglu_limit: as in the GEMMs (nvfp4/matmul.py).
+        scales_expanded: the scratch holds these experts' scales already, from `expand_scales`; do not decode.
+
+    Returns:
+        `[M, H]` in the dtype of `hidden_states`.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+    if hidden_states.dim() != 2 or hidden_states.shape[1] != experts.hidden_size:
+        raise ValueError(f"hidden_states must be [M, {experts.hidden_size}], got shape {tuple(hidden_states.shape)}")
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden_states.shape[0]:
+        raise ValueError(
+            f"top_k_index must be [{hidden_states.shape[0]}, top_k], got shape {tuple(top_k_index.shape)}"
+        )
+    if scales_expanded and experts.scratch_size and experts.scratch is None:
+        raise ValueError("scales_expanded needs experts.scratch, got None")
+    num_experts = experts.num_experts
+    expert_start, gather_idx, scatter_idx = compute_grouped_scheduling(top_k_index, num_experts, top_k_index.shape[1])
+    gate_up_scales, down_scales = _dense_scales(
+        experts, expand=not scales_expanded, expert_start=expert_start, max_active=min(num_experts, top_k_index.numel())
+    )
+    quantize = activation_format is None and experts.down_input_global is not None
+    inner = matmul_grouped(
+        hidden_states, experts.gate_up, None, gate_up_scales,
+        expert_start=expert_start, gather_idx=gather_idx, activation_format=activation_format,
+        gate=True, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
+        quantize_output=quantize, output_global_scale=experts.down_input_global if quantize else None,
+        a_global_scale=None if activation_format else experts.gate_up_input_global,
+        b_global_scale=experts.gate_up_global,
+    )  # fmt: skip
+    inner, inner_scales = inner if quantize else (inner, None)
+    rows = matmul_grouped(
+        inner, experts.down, inner_scales, down_scales,
+        expert_start=expert_start, scatter_idx=scatter_idx, activation_format=activation_format,
+        output_dtype=hidden_states.dtype, a_global_scale=experts.down_input_global if quantize else None,
+        b_global_scale=experts.down_global,
+    )  # fmt: skip
+    return weighted_reduce(rows, top_k_index, top_k_weights, num_experts)
+
+
+def _dense_scales(
+    experts: NVFP4Experts,
+    *,
+    expand: bool,
+    expert_start: torch.Tensor | None = None,
+    max_active: int | None = None,
+) -> list[torch.Tensor]:
+    """The two planes stacks as the GEMMs read them: dense ones as they are, compressed ones from the scratch."""
+    dense, offset = [], 0
+    for scales in (experts.gate_up_scales, experts.down_scales):
+        if not isinstance(scales, NVFP4CSFScales):
+            dense.append(scales)
+            continue
+        size = csf_workspace_size(scales)
+        workspace = None if experts.scratch is None else experts.scratch.view(-1)[offset : offset + size]
+        offset += size
+        if expand:
+            dense.append(
+                decompress_nvfp4_csf_scales(
+                    scales, workspace=workspace, expert_start=expert_start, max_active=max_active
+                )
+            )
+        else:
+            dense.append(workspace.view(torch.float8_e4m3fn).view(scales.shape))
+    return dense
