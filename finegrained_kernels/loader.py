@@ -66,8 +66,8 @@ def load(
 
     Raises:
         BundleUnavailableError: none of these has it; the message lists what was tried and what to do.
-        BundleIntegrityError: the files found are not those that were built. A local copy is checked before it runs, one
-            that ``get_kernel`` fetched after it, since fetching and importing are one step there.
+        BundleIntegrityError: the files found are not those that were built. The fallback copies are checked before they
+            run, what ``get_kernel`` returned after it, since finding and importing are one step there.
     """
     if version is None and revision is None:
         version = VERSION

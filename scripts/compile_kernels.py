@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -55,14 +56,16 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
     cases = []
     for shape, (rows, cols) in SHAPES.items():
         plane = {"NUM_ROWS": rows, "NUM_COLS": cols, "POSITION_BITS": csf.position_bits}
-        for layout, aligned, routed in ((a, b, c) for a in ("rows", "swizzled") for b in (1, 0) for c in (0, 1)):
+        launches = itertools.product(("rows", "swizzled"), (True, False), ("", " routed", " routed to many"))
+        for layout, aligned, routing in launches:
             config = decode.decode_config(
-                132, 512, rows, cols, routed=bool(routed), swizzled=layout == "swizzled", max_active=512
-            )
+                132, 512, rows, cols, routed=bool(routing), swizzled=layout == "swizzled",
+                max_active=512 if routing.endswith("many") else None,
+            )  # fmt: skip
             config = {**config}
             warps, _ = config.pop("num_warps"), config.pop("grid")
-            flags = {"SWIZZLED": layout == "swizzled", "ALIGNED": bool(aligned), "ROUTED": bool(routed)}
-            name = f"decode {shape} {layout}{' routed' * routed}{' unaligned' * (1 - aligned)}"
+            flags = {"SWIZZLED": layout == "swizzled", "ALIGNED": aligned, "ROUTED": bool(routing)}
+            name = f"decode {shape} {layout}{routing}{'' if aligned else ' unaligned'}"
             constants = plane | config | flags | {"OFFSET_TILE": tile_bytes}
             cases.append(Case(name, decode.decode_kernel, constants, decode_pointers, warps))
         for name in ("encode", "collect"):

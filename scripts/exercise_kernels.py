@@ -21,16 +21,18 @@ def main() -> None:
         planes = torch.where(torch.rand(shape, generator=generator) < 0.05, noise, narrow).to(torch.uint8).cuda()
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(planes)
         scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=shape[1], num_cols=shape[2])
-        starts = torch.arange(shape[0] + 1, dtype=torch.int32, device="cuda")
-        for swizzled, offset, routing in itertools.product((False, True), (0, 3), (None, starts)):
+        active = torch.arange(shape[0], device="cuda") != 1
+        starts = torch.cat([active.new_zeros(1, dtype=torch.int32), active.cumsum(0, dtype=torch.int32)])
+        routings = ({}, {"expert_start": starts}, {"expert_start": starts, "max_active": shape[0]})
+        for swizzled, offset, routing in itertools.product((False, True), (0, 3, 8, 13), routings):
             # The workspace ends where its allocation ends, so that a byte too many is seen.
             size = bundle.csf_workspace_size(scales, swizzled=swizzled)
             workspace = torch.zeros(offset + size, dtype=torch.uint8, device="cuda")[offset:]
-            decoded = bundle.decompress_nvfp4_csf_scales(
-                scales, workspace=workspace, expert_start=routing, swizzled=swizzled
-            )
-            expected = bundle.swizzle_mx_scales(planes) if swizzled else planes
-            assert torch.equal(decoded.view(torch.uint8), expected), (shape, swizzled, offset, routing is not None)
+            decoded = bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace, swizzled=swizzled, **routing)
+            expected = bundle.swizzle_mx_scales(planes) if swizzled else planes.clone()
+            if routing:
+                expected[1] = 0
+            assert torch.equal(decoded.view(torch.uint8), expected), (shape, swizzled, offset, *routing)
     torch.cuda.synchronize()
     print("every kernel ran, outputs exact")
 

@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VECTORS = json.loads((ROOT / "tests/data/csf_vectors.json").read_text())
 FAULTS = {
     "base 241": ("fixed", r": base 241 at row 3 is above 240"),
-    "fixed one byte short": ("fixed", r" must hold 160 bytes.*\b159\b"),
-    "fixed one byte long": ("fixed", r" must hold 160 bytes"),
+    "fixed one byte short": ("fixed", r" must have shape \(160,\).*\b159\b"),
+    "fixed one byte long": ("fixed", r" must have shape \(160,\)"),
     "positions unsorted": ("exceptions", r": position \d+ at index \d+ is not above \d+ before it"),
     "position repeated": ("exceptions", r": position 1 at index 1 is not above 1 before it"),
     "position = R*C": ("exceptions", r": position 256 at index 25 is out of range for a plane of 256 bytes"),

@@ -50,7 +50,7 @@ def decode_case(bundle: ModuleType, geometry: tuple[int, int, int], starts: list
 
 def encode_case(bundle: ModuleType, shape: tuple[int, int, int], scattered: bool) -> None:
     """Rows of one cluster with exceptions; or scattered bytes, for which all 241 bases have to be tried: slow."""
-    encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton").encode_cuda
+    encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton").encode_gpu
     rng = np.random.default_rng(sum(shape))
     planes = rng.integers(0, 256, shape) if scattered else rng.integers(100, 112, shape)
     planes = planes.astype(np.uint8)

@@ -11,11 +11,14 @@ import torch
 @functools.lru_cache(maxsize=None)
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; 4 for the CPU, where kernels run only interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    if device.type == "cpu":
+        return 4
+    properties = getattr(torch, device.type).get_device_properties(device)
+    return properties.multi_processor_count if device.type == "cuda" else properties.max_compute_units
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     """Make `device` current while a kernel is launched on its tensors; free when it already is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type == "cpu" or device.index == getattr(torch, device.type).current_device():
         return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    return getattr(torch, device.type).device(device)

@@ -5,6 +5,7 @@ Source: docs/format.md, "One compressed plane".
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 
@@ -31,7 +32,7 @@ class CSFFormat:
     def check_plane(self, num_rows: int, num_cols: int) -> None:
         """Raise `ValueError` unless planes of `num_rows` x `num_cols` bytes can be stored."""
         for name, value in (("num_rows", num_rows), ("num_cols", num_cols)):
-            if not isinstance(value, int):
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an int, got {value!r}")
         if num_rows <= 0 or num_rows % self.rows_per_slab:
             raise ValueError(f"num_rows must be a positive multiple of {self.rows_per_slab}, got {num_rows}")

@@ -21,6 +21,8 @@ def swizzled_shape(num_rows: int, num_cols: int) -> tuple[int, int, int, int]:
 
 def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
     """Swizzled copy [.., ceil(N/128), ceil(C/4), 32, 16] of dense one-byte scales [.., N, C], same dtype."""
+    if not isinstance(scales, torch.Tensor):
+        raise ValueError(f"scales: expected a tensor, got {type(scales).__name__}")
     if scales.ndim < 2 or scales.element_size() != 1:
         raise ValueError(f"scales: expected one-byte [.., N, C], got {scales.dtype} {tuple(scales.shape)}")
     lead, (num_rows, num_cols) = scales.shape[:-2], scales.shape[-2:]
@@ -34,6 +36,8 @@ def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
 
 def unswizzle_mx_scales(swizzled: torch.Tensor, *, num_rows: int, num_cols: int) -> torch.Tensor:
     """Dense scales [.., num_rows, num_cols] of a swizzled tensor; the inverse of `swizzle_mx_scales`."""
+    if not isinstance(swizzled, torch.Tensor):
+        raise ValueError(f"swizzled: expected a tensor, got {type(swizzled).__name__}")
     expected = swizzled_shape(num_rows, num_cols)
     if tuple(swizzled.shape[-4:]) != expected or swizzled.element_size() != 1:
         raise ValueError(

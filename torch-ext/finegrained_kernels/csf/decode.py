@@ -16,11 +16,13 @@ from ..layouts import swizzle_mx_scales, swizzled_shape
 from .scales import NVFP4CSFScales, tiles_per_plane
 
 _CHUNK_BYTES = 1 << 20
-"""Bytes decoded at a time by torch, so that every pass after the first finds them in cache."""
+"""Bytes a thread decodes at a time, so that every pass after the first finds them in cache."""
 
 
 def csf_workspace_size(scales: NVFP4CSFScales, *, swizzled: bool = False) -> int:
     """Bytes that `decompress_nvfp4_csf_scales` writes for `scales`: `E * N * C`, or `E` padded swizzled planes."""
+    if not isinstance(scales, NVFP4CSFScales):
+        raise ValueError(f"scales must be NVFP4CSFScales of this bundle, got {type(scales).__name__}")
     num_planes, num_rows, num_cols = scales.shape
     size = num_planes
     for extent in swizzled_shape(num_rows, num_cols) if swizzled else (num_rows, num_cols):
@@ -56,10 +58,10 @@ def decompress_nvfp4_csf_scales(
 
     Bytes moved: `E * (N + N * C / 2 + N * C)` and 4 an exception.
     """
-    if not isinstance(scales, NVFP4CSFScales):
-        raise ValueError(f"scales must be NVFP4CSFScales of this bundle, got {type(scales).__name__}")
-    num_planes, num_rows, num_cols = scales.shape
     size = csf_workspace_size(scales, swizzled=swizzled)
+    num_planes, num_rows, num_cols = scales.shape
+    if max_active is not None and (not isinstance(max_active, int) or max_active < 0):
+        raise ValueError(f"max_active must be None or an int that is not negative, got {max_active!r}")
     if expert_start is not None:
         _check_expert_start(expert_start, scales)
     if workspace is None:
@@ -77,6 +79,8 @@ def decompress_nvfp4_csf_scales(
 
 
 def _check_workspace(workspace: torch.Tensor, scales: NVFP4CSFScales, size: int) -> None:
+    if not isinstance(workspace, torch.Tensor):
+        raise ValueError(f"workspace must be a tensor, got {type(workspace).__name__}")
     if workspace.dtype != torch.uint8:
         raise ValueError(f"workspace must be torch.uint8, got {workspace.dtype}")
     if workspace.device != scales.device:
@@ -88,6 +92,8 @@ def _check_workspace(workspace: torch.Tensor, scales: NVFP4CSFScales, size: int)
 
 
 def _check_expert_start(expert_start: torch.Tensor, scales: NVFP4CSFScales) -> None:
+    if not isinstance(expert_start, torch.Tensor):
+        raise ValueError(f"expert_start must be a tensor, got {type(expert_start).__name__}")
     if expert_start.dtype != torch.int32:
         raise ValueError(f"expert_start must be torch.int32, got {expert_start.dtype}")
     if expert_start.device != scales.device:
@@ -110,7 +116,7 @@ def csf_decode(
     max_active: Optional[int] = None,  # noqa: UP045
 ) -> None:
     """Decode into `out`, uint8 `[workspace size]`. Arguments are the validated ones of the public function."""
-    if out.is_cuda:
+    if out.device.type != "cpu":
         from .decode_triton import launch_decode
 
         launch_decode(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, max_active)
@@ -138,7 +144,7 @@ def _decode_torch(
         starts = expert_start[: num_planes + 1]
         runs = [(plane, plane + 1) for plane in (starts[1:] > starts[:-1]).nonzero().view(-1).tolist()]
     planes_out = out.view(num_planes, -1)
-    chunk_planes = max(1, _CHUNK_BYTES // scales.plane_bytes)
+    chunk_planes = max(1, _CHUNK_BYTES * torch.get_num_threads() // scales.plane_bytes)
     for begin, end in runs:
         for first in range(begin, end, chunk_planes):
             last = min(first + chunk_planes, end)
@@ -162,7 +168,9 @@ def _decode_planes(scales: NVFP4CSFScales, first: int, last: int) -> torch.Tenso
     words = scales.exceptions[begins[0] : begins[-1]]
     positions = (words & NVFP4_CSF.position_mask).to(torch.int64)
     if last - first > 1:
-        plane_of = torch.repeat_interleave(torch.arange(last - first), begins.diff(), output_size=len(words))
+        plane_of = torch.repeat_interleave(
+            torch.arange(last - first, device=words.device), begins.diff(), output_size=len(words)
+        )
         positions += plane_of * scales.plane_bytes
     planes.view(-1)[positions] = (words >> NVFP4_CSF.position_bits).to(torch.uint8)
     return planes

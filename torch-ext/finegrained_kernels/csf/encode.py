@@ -28,12 +28,12 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
 
     Returns:
         For `[N, C]`: `fixed` uint8 `[bytes]` and `exceptions` uint32 `[X]`. For `[E, N, C]`: `fixed` uint8
-        `[E, bytes]` and a list of `E` uint32 exception tensors.
+        `[E, bytes]` and a list of `E` uint32 exception tensors, views of one storage.
 
     Raises:
         ValueError: dtype, rank or geometry.
 
-    One host sync on CUDA, to size the exceptions.
+    One host sync on a GPU, to size the exceptions.
     """
     if not isinstance(scales, torch.Tensor) or scales.dtype not in (torch.float8_e4m3fn, torch.uint8):
         dtype = getattr(scales, "dtype", type(scales).__name__)
@@ -43,8 +43,8 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
     NVFP4_CSF.check_plane(*scales.shape[-2:])
     planes = scales.view(torch.uint8).contiguous()
     planes = planes.unsqueeze(0) if planes.dim() == 2 else planes
-    if planes.is_cuda:
-        from .encode_triton import encode_cuda as encode
+    if planes.device.type != "cpu":
+        from .encode_triton import encode_gpu as encode
     else:
         encode = encode_torch
     fixed, words, counts = encode(planes)
@@ -107,7 +107,7 @@ def _choose_bases(rows: torch.Tensor) -> torch.Tensor:
 def _histogram(rows: torch.Tensor, num_bins: int) -> torch.Tensor:
     """How often each value below `num_bins` occurs in each of uint8 `rows [R, C]`: int64 `[R, num_bins]`."""
     num_counters = rows.shape[0] * num_bins
-    bins = torch.arange(0, num_counters, num_bins, dtype=torch.int32)[:, None] + rows
+    bins = torch.arange(0, num_counters, num_bins, dtype=torch.int32, device=rows.device)[:, None] + rows
     return torch.bincount(bins.view(-1), minlength=num_counters).view(-1, num_bins)
 
 
@@ -116,5 +116,6 @@ def _rank_windows(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     below = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
     coverage = below[:, NVFP4_CSF.window :] - below[:, : -NVFP4_CSF.window]
     num_windows = coverage.shape[1]
-    ranked = (coverage * num_windows + torch.arange(num_windows - 1, -1, -1)).amax(1)
+    lower_first = torch.arange(num_windows - 1, -1, -1, device=counts.device)
+    ranked = (coverage * num_windows + lower_first).amax(1)
     return ranked // num_windows, num_windows - 1 - ranked % num_windows

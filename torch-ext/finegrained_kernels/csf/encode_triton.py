@@ -225,7 +225,7 @@ def collect_config(num_cols: int) -> dict[str, int]:
     return {"BLOCK_R": 64, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 2}
 
 
-def encode_cuda(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, exception words int32 `[X]`, exceptions a plane."""
     num_planes, num_rows, num_cols = planes.shape
     if planes.data_ptr() % 4:

@@ -29,7 +29,7 @@ def tiles_per_plane(plane_bytes: int) -> int:
     return -(-plane_bytes // TILE_BYTES)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class NVFP4CSFScales:
     """`E` compressed scale planes of `N` rows by `C` columns, ready for kernels. Made by `prepare_nvfp4_csf_scales`.
 
@@ -81,20 +81,21 @@ class NVFP4CSFScales:
         return {name: getattr(self, name) for name in _FIELDS}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> NVFP4CSFScales:
-        """The same scales on `device`."""
+        """The same scales on `device`; as bytes they have no other dtype."""
+        device = torch.device(device)
         return NVFP4CSFScales(*(getattr(self, name).to(device, non_blocking=non_blocking) for name in _FIELDS))
 
     def to_wire(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The wire form these scales were prepared from, byte for byte.
 
         Returns:
-            `fixed` uint8 `[E, bytes]` and `E` uint32 exception tensors, on the scales' device.
+            `fixed` uint8 `[E, bytes]` and `E` uint32 exception tensors, copies on the scales' device.
         """
         num_planes, num_rows, num_cols = self.shape
         slabs = (num_planes, num_rows // NVFP4_CSF.rows_per_slab)
         fixed = torch.cat([self.bases.reshape(*slabs, -1), self.codes.reshape(*slabs, -1)], dim=2)
         counts = self.exception_offsets[:: tiles_per_plane(self.plane_bytes)].diff().tolist()
-        return fixed.view(num_planes, -1), list(self.exceptions.view(torch.uint32).split(counts))
+        return fixed.view(num_planes, -1), list(self.exceptions.clone().view(torch.uint32).split(counts))
 
 
 _pytree.register_pytree_node(
@@ -119,8 +120,8 @@ def prepare_nvfp4_csf_scales(
     """Validate the wire form of `E` planes and lay it out for kernels, on the tensors' device.
 
     Args:
-        fixed: `E` uint8 tensors of `num_rows / 16 * 16 * (1 + num_cols / 2)` bytes, 1-D or 2-D, or one `[E, bytes]`.
-            With a single exception tensor: the one plane's stream, 1-D or `[num_rows / 16, bytes a slab]`.
+        fixed: `E` uint8 tensors of `num_rows / 16 * 16 * (1 + num_cols / 2)` bytes, flat or
+            `[num_rows / 16, bytes a slab]`, or all as one `[E, ...]`; a single one for a single plane.
         exceptions: `E` 1-D uint32 tensors (an int32 view is accepted), or the single tensor of a single plane.
         num_rows: rows `N` of each plane, a multiple of 16.
         num_cols: columns `C` of each plane, even; `N * C` at most 2^24.
@@ -132,7 +133,10 @@ def prepare_nvfp4_csf_scales(
     Source: docs/format.md, "One compressed plane". One host sync on CUDA, for the verdict.
     """
     NVFP4_CSF.check_plane(num_rows, num_cols)
-    stream, words, counts = _gather_wire(fixed, exceptions, NVFP4_CSF.fixed_bytes(num_rows, num_cols))
+    num_rows, num_cols = int(num_rows), int(num_cols)
+    stream, words, counts = _gather_wire(
+        fixed, exceptions, (num_rows // NVFP4_CSF.rows_per_slab, NVFP4_CSF.slab_bytes(num_cols))
+    )
     num_planes, slab_rows = len(counts), NVFP4_CSF.rows_per_slab
     slabs = stream.view(num_planes, num_rows // slab_rows, NVFP4_CSF.slab_bytes(num_cols))
     # Copied even where a view would do: kernels count on aligned memory that nobody else writes.
@@ -166,32 +170,29 @@ def prepare_nvfp4_csf_scales(
 def _gather_wire(
     fixed: torch.Tensor | Sequence[torch.Tensor],
     exceptions: torch.Tensor | Sequence[torch.Tensor],
-    fixed_bytes: int,
+    slabs: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Check types, shapes and devices; return `stream [E, bytes]`, `words int32 [X]` and the exceptions a plane."""
+    """Check types, shapes and devices; return `stream [E, bytes]`, `words int32 [X]` and the exceptions a plane.
+
+    `slabs` is the shape of one plane's stream, `[slabs, bytes a slab]`, which may also come flat.
+    """
     if isinstance(exceptions, torch.Tensor):
-        _check_tensors("exceptions", [exceptions], _WORDS, (1,), exceptions.device)
-        _check_tensors("fixed", [fixed], _BYTES, (1, 2), exceptions.device)
-        fixed, exceptions = fixed.reshape(1, -1), [exceptions]
+        fixed, exceptions = [fixed], [exceptions]
     for name, tensors in (("fixed", fixed), ("exceptions", exceptions)):
         if not isinstance(tensors, (torch.Tensor, list, tuple)) or not getattr(tensors, "ndim", 1):
             raise ValueError(f"{name} must be a list of one tensor a plane, got {type(tensors).__name__}")
     if not exceptions or len(fixed) != len(exceptions):
         raise ValueError(f"need one fixed and one exceptions tensor a plane, got {len(fixed)} and {len(exceptions)}")
+    flat = (slabs[0] * slabs[1],)
     if isinstance(fixed, torch.Tensor):
         device = fixed.device
-        _check_tensors("fixed", [fixed], _BYTES, (2, 3), device)
-        if fixed.numel() != len(exceptions) * fixed_bytes:
-            raise ValueError(f"fixed must hold {fixed_bytes} bytes a plane, got shape {tuple(fixed.shape)}")
-        stream = fixed.reshape(len(exceptions), fixed_bytes)
+        _check_tensors("fixed", [fixed], _BYTES, [(len(fixed), *flat), (len(fixed), *slabs)], device)
+        stream = fixed.reshape(len(fixed), -1)
     else:
         device = getattr(fixed[0], "device", None)
-        _check_tensors("fixed", fixed, _BYTES, (1, 2), device)
-        for i, plane in enumerate(fixed):
-            if plane.numel() != fixed_bytes:
-                raise ValueError(f"fixed[{i}] must hold {fixed_bytes} bytes, got shape {tuple(plane.shape)}")
+        _check_tensors("fixed", fixed, _BYTES, [flat, slabs], device)
         stream = torch.stack([plane.reshape(-1) for plane in fixed])
-    _check_tensors("exceptions", exceptions, _WORDS, (1,), device)
+    _check_tensors("exceptions", exceptions, _WORDS, None, device)
     counts = [words.numel() for words in exceptions]
     if sum(counts) > MAX_EXCEPTIONS:
         raise ValueError(f"exceptions: a stack holds at most {MAX_EXCEPTIONS}, got {sum(counts)}: split it")
@@ -206,17 +207,19 @@ def _check_tensors(
     name: str,
     tensors: Sequence[torch.Tensor],
     dtypes: tuple[torch.dtype, ...],
-    ranks: tuple[int, ...],
+    shapes: list[tuple[int, ...]] | None,
     device: torch.device | None,
 ) -> None:
-    """Raise `ValueError` for the first that is not a tensor of these dtypes and ranks on `device`, naming it."""
+    """Raise `ValueError` for the first that is not a tensor as asked for, naming it; `shapes` None: any 1-D."""
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             fault = f"must be a tensor, got {type(tensor).__name__}"
         elif tensor.dtype not in dtypes:
             fault = f"must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}"
-        elif tensor.ndim not in ranks:
-            fault = f"must be {' or '.join(f'{rank}-D' for rank in ranks)}, got shape {tuple(tensor.shape)}"
+        elif shapes is None and tensor.ndim != 1:
+            fault = f"must be 1-D, got shape {tuple(tensor.shape)}"
+        elif shapes is not None and tuple(tensor.shape) not in shapes:
+            fault = f"must have shape {' or '.join(map(str, shapes))}, got {tuple(tensor.shape)}"
         elif tensor.device != device:
             fault = f"must be on {device} like the other tensors, got {tensor.device}"
         else:

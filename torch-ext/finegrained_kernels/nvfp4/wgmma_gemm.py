@@ -1,9 +1,10 @@
 """The GEMM for many rows an expert on Hopper: warpgroup products, weights from registers, tokens from shared memory.
 
 Same tiles, routing and epilogue as mma_gemm.py, and the same unpacking. Warpgroup products read tokens through
-descriptors, in order, so that here it is the activations that are relabelled, once, in memory (`permute_tokens`): in
-each chunk of G groups, value 2 * slot + h of product i. A stage of the ring stacks the 8 products' [BLOCK_T, 2G].
-While a chunk's products run, the next chunk is unpacked.
+descriptors, in order, so that here it is the activations that are relabelled, once, in memory (`permute_tokens`): a
+chunk of G groups holds, for each of a group's two words, 4 products of 2G values, value 2 * slot + h of a product.
+One word's products run while the other word is unpacked. Products read their weights from registers until they are
+waited for, which compilers do not know: what is in flight is named in every wait, or its registers are used again.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ def multiply(
             acc, _ = hopper.warpgroup_mma_wait(1, deps=[acc, busy])  # what products read keeps its registers until then
             busy = left
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, busy])
+    barrier()  # the next tile's copies overwrite what the other warpgroup's products read
     return acc
 
 

@@ -1,0 +1,106 @@
+"""The warpgroup kernel in machine code, without a GPU: nothing overwrites the weights that products in flight read.
+
+A warpgroup product reads its left operand from registers until a wait covers it. The assembler does not keep those
+registers; the kernel must. Every path from every product is followed in the SASS to the wait that ends it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+
+COMPILE = """
+import importlib, sys
+from pathlib import Path
+import triton
+from kernels import get_local_kernel
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+bundle = get_local_kernel(Path({variant!r}))
+kernel = importlib.import_module(f"{{bundle.__name__}}.nvfp4.wgmma_gemm").nvfp4_wgmma_kernel
+pointers = dict(x_ptr="*bf16", w_ptr="*i64", scales_ptr="*i16", w_global_ptr="*fp32", out_ptr="*bf16",
+                expert_start_ptr="*i32", gather_ptr="*i32")
+constants = dict(N=272, K=320, GATE={gate}, HAS_LIMIT=False, SWIZZLED=False, X_GLOBAL_PER_ROW=False,
+                 ROUNDED=triton.language.bfloat16, BLOCK_E=8, GROUPS=8, STAGES=4, **{tile})
+absent = ("x_global_ptr", "out_scales_ptr", "out_global_ptr", "expert_ids_ptr", "scatter_ptr")
+constants |= dict.fromkeys(absent)
+scalars = dict.fromkeys(("num_rows", "num_sources", "num_experts"), "i32")
+signature = dict.fromkeys(constants, "constexpr") | pointers | scalars
+signature |= dict(strides=("i32",) * 4, swiglu=("fp32",) * 2)
+signature = {{name: signature[name] for name in kernel.arg_names}}
+aligned = {{(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}}
+source = GluonASTSource(kernel, signature, constants, aligned)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps={warps}))
+Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
+"""
+
+PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+),")
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
+BRANCH = re.compile(r"BRA `\((\.L_x_\d+)\)")
+NO_RESULT = ("ST", "LDGSTS", "BAR", "BRA", "HGMMA", "WARPGROUP", "DEPBAR", "ISETP", "FSETP", "R2UR", "EXIT")
+
+
+def read_sass(cubin: Path) -> tuple[list[str], dict[str, int]]:
+    """(instructions, the index that each label stands before)."""
+    text = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    instructions, labels = [], {}
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif code := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+([^;]+);", line):
+            instructions.append(" ".join(code[1].split()))
+    return instructions, labels
+
+
+def written(instruction: str) -> set[int]:
+    """The general registers that an instruction writes."""
+    code = re.sub(r"^@!?U?P\w+ ", "", instruction)
+    result = re.match(r"(\S+) (?:P\w+, )?R(\d+)", code)
+    if code.startswith(NO_RESULT) or result is None:
+        return set()
+    width = 4 if ".128" in result[1] else 2 if ".64" in result[1] or "WIDE" in result[1] else 1
+    return set(range(int(result[2]), int(result[2]) + width))
+
+
+def overwritten_operands(instructions: list[str], labels: dict[str, int]) -> list[tuple[str, str]]:
+    """(product, an instruction that may overwrite its operand before the wait for it)."""
+    found = []
+    for start, product in enumerate(instructions):
+        if not (operand := PRODUCT.search(product)):
+            continue
+        registers = set(range(int(operand[1]), int(operand[1]) + 4))
+        paths, seen = [(start + 1, 0 if "gsb0" in product else -1)], set()  # groups committed after the product's own
+        while paths:
+            at, later = paths.pop()
+            if (at, later) in seen or at == len(instructions):
+                continue
+            seen.add((at, later))
+            code = instructions[at]
+            if (wait := WAIT.search(code)) and later >= int(wait[1], 16):
+                continue
+            if registers & written(code):
+                found.append((product, code))
+                break
+            later = min(later + ("HGMMA" in code and "gsb0" in code), 8)
+            if branch := BRANCH.search(code):
+                paths.append((labels[branch[1]], later))
+            if not code.startswith(("BRA", "EXIT")):
+                paths.append((at + 1, later))
+    return found
+
+
+@pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton ships no nvdisasm")
+@pytest.mark.parametrize(("block_n", "block_t", "warps", "gate"), [(128, 128, 8, True), (64, 64, 4, False)])
+def test_products_in_flight_keep_their_operands(bundle_dir, run_python, tmp_path, block_n, block_t, warps, gate):
+    tile = {"BLOCK_N": block_n, "BLOCK_T": block_t}
+    run_python(COMPILE.format(variant=str(bundle_dir), tile=tile, warps=warps, gate=gate))
+    instructions, labels = read_sass(tmp_path / "kernel.cubin")
+    assert sum("HGMMA" in code for code in instructions) >= 16
+    assert not overwritten_operands(instructions, labels)
