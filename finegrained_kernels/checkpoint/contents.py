@@ -1,27 +1,27 @@
-"""Checks of a checkpoint's bytes: digests of every tensor, decoding of every plane, equality with the source."""
+"""A checkpoint's bytes: the source's made of them again, and checks of every tensor and plane."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Event
 from types import ModuleType
 
-from finegrained_kernels.checkpoint.codec import batches, decode
+from finegrained_kernels.checkpoint.codec import batch_bytes, batches, decode
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
-from finegrained_kernels.checkpoint.headers import TensorInfo
+from finegrained_kernels.checkpoint.headers import Header, TensorInfo
 from finegrained_kernels.checkpoint.layouts import Checkpoint
-from finegrained_kernels.checkpoint.names import Plane
-from finegrained_kernels.checkpoint.stream import Fanout, Progress, TensorDigests, opened, read_exact
+from finegrained_kernels.checkpoint.names import Located, Plane
+from finegrained_kernels.checkpoint.stream import Fanout, Progress, TensorChecksums, checksum, opened, read_exact
 
 
 class TensorReader:
     """Reads whole tensors of a checkpoint by name; keeps its shards open while used as a context manager."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, self._located = checkpoint, checkpoint.located
+        self.checkpoint, self._located = checkpoint, checkpoint.located
         self._fds: dict[str, int] = {}
 
     def __enter__(self) -> TensorReader:
@@ -35,8 +35,8 @@ class TensorReader:
         """Descriptor, first byte in the file, entry and shard of a tensor."""
         shard, info = self._located[name]
         if shard not in self._fds:
-            self._fds[shard] = self._stack.enter_context(opened(self._checkpoint.root / shard, shard))
-        return self._fds[shard], self._checkpoint.headers[shard].data_start + info.begin, info, shard
+            self._fds[shard] = self._stack.enter_context(opened(self.checkpoint.root / shard, shard))
+        return self._fds[shard], self.checkpoint.headers[shard].data_start + info.begin, info, shard
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Bytes ``begin`` to ``end`` of a tensor, in memory of their own."""
@@ -51,6 +51,51 @@ class TensorReader:
         read_exact(fd, view, start + begin, shard, name)
 
 
+def send_source(header: Header, reader: TensorReader, stream: Fanout, bundle: ModuleType, device: str) -> None:
+    """Send the data of the source shard with that header, made of the checkpoint that ``reader`` reads.
+
+    Raises:
+        CheckpointError: a plane is malformed, or a file is cut short.
+    """
+    located, planes = reader.checkpoint.located, reader.checkpoint.planes
+    for run in _runs(header.in_data_order(), located, batch_bytes(device)):
+        if run[0] in located:
+            fd, begin, _, shard = reader.place(run[0])
+            _, last, info, _ = reader.place(run[-1])
+            stream.read(fd, begin, last + info.nbytes, shard)
+            continue
+        try:
+            data = decode(bundle, [planes[name] for name in run], reader, device)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            shard, _ = located[planes[run[0]].tensors[0]]
+            message = f"malformed, or one of the {len(run)} scales decoded with it: {error}"
+            raise CheckpointError([Fault(shard, run[0], message)]) from error
+        stream.send(data)
+
+
+def _runs(order: Sequence[tuple[str, TensorInfo]], located: Located, limit: int) -> Iterator[list[str]]:
+    """Consecutive tensors of a source shard that can be sent in one go; compressed ones up to ``limit`` bytes."""
+    run: list[str] = []
+    size = 0
+    shape: tuple[int, ...] = ()
+    for name, info in order:
+        if run and run[-1] in located and name in located:
+            shard, before = located[run[-1]]
+            joins = located[name][0] == shard and located[name][1].begin == before.end
+        else:
+            compressed = bool(run) and run[-1] not in located and name not in located
+            joins = compressed and info.shape == shape and size + info.nbytes <= limit
+        if not joins and run:
+            yield run
+            run, size = [], 0
+        run.append(name)
+        size, shape = size + info.nbytes, info.shape
+    if run:
+        yield run
+
+
 @dataclass
 class ContentCheck:
     """Compares what is on disk with what is known of it.
@@ -58,21 +103,36 @@ class ContentCheck:
     Attributes:
         bundle: decodes the planes.
         checkpoint: what to check.
-        expected: SHA-256 by tensor name, as stored.
-        decoded: SHA-256 of compressed scales, decoded.
+        expected: CRC-32 by tensor name, as stored.
+        decoded: CRC-32 of compressed scales, decoded.
         file_digests: SHA-256 of whole shards.
         source: the same model's uncompressed checkpoint, to compare with.
+        proven: compressed scales that need not be decoded: `prove` sets it.
     """
 
     bundle: ModuleType
     checkpoint: Checkpoint
-    expected: Mapping[str, str]
-    decoded: Mapping[str, str]
+    expected: Mapping[str, int]
+    decoded: Mapping[str, int]
     file_digests: Mapping[str, str]
     source: Checkpoint | None
     device: str
     progress: Progress
     faults: list[Fault] = field(default_factory=list)
+    proven: set[str] = field(default_factory=set)
+
+    def prove(self, header: Header, sha256: str, stop: Event) -> bool:
+        """Whether what is stored, decoded, makes the source file with that header and SHA-256. Collects no fault."""
+        digest = hashlib.sha256(header.raw)
+        try:
+            with TensorReader(self.checkpoint) as reader, Fanout([digest.update], stop, self.progress) as stream:
+                send_source(header, reader, stream, self.bundle, self.device)
+        except (CheckpointError, OSError, KeyError):  # a damaged or missing tensor: `check_shard` names it
+            return False
+        if digest.hexdigest() != sha256:
+            return False
+        self.proven |= header.tensors.keys()
+        return True
 
     def check_shard(self, shard: str, stop: Event) -> None:
         """Collect the faults of one shard: of the tensors in it, and of the planes whose fixed stream it has."""
@@ -81,7 +141,9 @@ class ContentCheck:
             own = {
                 name: plane
                 for name, plane in self.checkpoint.planes.items()
-                if plane.compressed and self.checkpoint.located[plane.tensors[0]][0] == shard
+                if plane.compressed
+                and self.checkpoint.located[plane.tensors[0]][0] == shard
+                and (self.source is not None or name not in self.proven)
             }
             with ExitStack() as stack:
                 reader = stack.enter_context(TensorReader(self.checkpoint))
@@ -94,8 +156,8 @@ class ContentCheck:
     def _check_stored(self, shard: str, stop: Event) -> None:
         header = self.checkpoint.headers[shard]
         order = header.in_data_order()
-        digests, whole = TensorDigests(order), hashlib.sha256(header.raw)
-        consumers = [digests.update] + [whole.update] * (shard in self.file_digests)
+        sums, whole = TensorChecksums(order), hashlib.sha256(header.raw)
+        consumers = [sums.update] + [whole.update] * (shard in self.file_digests)
         with ExitStack() as stack:
             if self.source is not None:
                 reader = stack.enter_context(TensorReader(self.source))
@@ -105,9 +167,9 @@ class ContentCheck:
             with Fanout(consumers, stop, self.progress) as stream:
                 stream.read(fd, header.data_start, header.data_start + header.data_bytes, shard)
         self.progress(header.data_start)
-        for name, digest in digests.digests.items():
-            if self.expected.get(name, digest) != digest:
-                message = f"its bytes have changed: SHA-256 {digest}, expected {self.expected[name]}"
+        for name, value in sums.checksums.items():
+            if self.expected.get(name, value) != value:
+                message = f"its bytes have changed: CRC-32 {value}, expected {self.expected[name]}"
                 self.faults.append(Fault(shard, name, message))
         if self.file_digests.get(shard, "") not in ("", whole.hexdigest()):
             self.faults.append(Fault(shard, None, f"SHA-256 of the file is not {self.file_digests[shard]}"))
@@ -132,10 +194,14 @@ class ContentCheck:
         for i, plane in enumerate(batch):
             dense = data[i * size : (i + 1) * size]
             shard = self.checkpoint.located[plane.tensors[0]][0]
-            digest = hashlib.sha256(dense).hexdigest()
-            if self.decoded.get(plane.name, digest) != digest:
+            value = checksum(dense)
+            if self.decoded.get(plane.name, value) != value:
                 self.faults.append(Fault(shard, plane.name, "does not decode to the source's bytes"))
-            if source is not None and plane.name in self.source.located and source.read(plane.name) != dense:
+            if (
+                source is not None
+                and plane.name in self.source.located
+                and bytes(source.read(plane.name)) != bytes(dense)
+            ):
                 self.faults.append(Fault(shard, plane.name, "decoded, it differs from the source"))
 
 

@@ -9,14 +9,18 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from typing import TypeVar
 
 from finegrained_kernels.checkpoint.errors import CheckpointError
 from finegrained_kernels.checkpoint.stream import Stopped, locked
 
 WORK = ".incomplete"
 
-DEFAULT_JOBS = max(1, (os.cpu_count() or 1) // 2)
-"""Shards at a time on the command line: one for every two cores, as hashing and writing run beside encoding."""
+Shard = TypeVar("Shard")
+
+DEFAULT_JOBS = min(max(2, (os.cpu_count() or 1) // 2), 8)
+"""Shards at a time on the command line: one for every two cores, as hashing and writing run beside encoding; two at
+least, so that one is encoded while another is hashed; no more than memory for half a large shard."""
 
 
 def claim(root: Path, source: Path, *, ours: Callable[[Path], bool]) -> Path:
@@ -98,12 +102,12 @@ def finishing(work: Path, *, wait: bool = True) -> Iterator[bool]:
             shutil.rmtree(work, ignore_errors=True)  # another process may just be making a lock: it comes last then
 
 
-def run_shards(shards: Sequence[str], jobs: int, call: Callable[[str, Event], None]) -> None:
+def run_shards(shards: Sequence[Shard], jobs: int, call: Callable[[Shard, Event], None]) -> None:
     """Call ``call(shard, stop)`` for each shard, ``jobs`` at a time; after a failure, or an interruption, set ``stop``
     and raise the first error."""
     stop = Event()
 
-    def guarded(shard: str) -> None:
+    def guarded(shard: Shard) -> None:
         if stop.is_set():
             raise Stopped
         try:

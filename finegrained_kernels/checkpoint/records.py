@@ -2,7 +2,7 @@
 
 - `job.json`: what was compressed and how; SHA-256 of every other file.
 - `shards/<shard>.json`, one a source shard, written when that shard is finished: the source file's SHA-256 and header,
-  SHA-256 of every source tensor and of every tensor that replaced one, and the scales that were left dense.
+  CRC-32 of every source tensor and of every tensor that replaced one, and the scales that were left dense.
 - `source/`: the small files that were rewritten (config.json, the index), as they were.
 
 Nothing in them depends on a clock, a machine or how often a run was interrupted.
@@ -22,7 +22,7 @@ from finegrained_kernels.checkpoint.names import FIXED
 from finegrained_kernels.checkpoint.stream import write_file
 
 DIGESTS = "csf_digests"
-SCHEMA = "finegrained-kernels-csf-digests/1"
+SCHEMA = "finegrained-kernels-csf-digests/2"
 _JOB = f"{DIGESTS}/job.json"
 
 
@@ -58,8 +58,8 @@ class Record:
     Attributes:
         file, nbytes, sha256: the source file's path, size and SHA-256.
         header: its header's text with padding, which with the data makes the file.
-        tensors: SHA-256 of every tensor of the source, by name.
-        components: SHA-256 of the tensors that took the compressed scales' place, by name.
+        tensors: CRC-32 of every tensor of the source, by name.
+        components: CRC-32 of the tensors that took the compressed scales' place, by name.
         dense: why each scale that was asked for is not compressed, by name.
         file_sha256: SHA-256 of the compressed file, for the container's `SHA256SUMS`; None in the other layout.
     """
@@ -68,15 +68,15 @@ class Record:
     nbytes: int
     sha256: str
     header: str
-    tensors: dict[str, str]
-    components: dict[str, str]
+    tensors: dict[str, int]
+    components: dict[str, int]
     dense: dict[str, str]
     file_sha256: str | None
 
-    def expected_tensors(self) -> dict[str, str]:
-        """SHA-256 of every tensor of this shard once compressed."""
+    def expected_tensors(self) -> dict[str, int]:
+        """CRC-32 of every tensor of this shard once compressed."""
         replaced = {name.removesuffix(FIXED) for name in self.components}
-        return {name: digest for name, digest in self.tensors.items() if name not in replaced} | self.components
+        return {name: value for name, value in self.tensors.items() if name not in replaced} | self.components
 
     def source_header(self) -> Header:
         text = self.header.encode()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from types import ModuleType
 
-from finegrained_kernels.checkpoint.codec import batch_bytes, decode
-from finegrained_kernels.checkpoint.contents import TensorReader
+from finegrained_kernels.checkpoint.contents import TensorReader, send_source
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
-from finegrained_kernels.checkpoint.headers import Header, TensorInfo, read_header
+from finegrained_kernels.checkpoint.headers import Header, read_header
 from finegrained_kernels.checkpoint.layouts import Checkpoint, open_checkpoint
 from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Located
 from finegrained_kernels.checkpoint.output import (
@@ -28,7 +27,7 @@ from finegrained_kernels.checkpoint.stream import (
     AtomicFile,
     Fanout,
     Progress,
-    TensorDigests,
+    TensorChecksums,
     copy_file,
     file_sha256,
     opened,
@@ -129,28 +128,10 @@ class _Restoring:
         ):
             with Fanout([file.write, digest.update], stop, self.progress) as stream:
                 stream.send(memoryview(header.raw))
-                for run in _runs(header.in_data_order(), self.checkpoint.located, batch_bytes(self.device)):
-                    self._send(run, reader, stream)
+                send_source(header, reader, stream, self.bundle, self.device)
             if digest.hexdigest() != record.sha256:
                 raise CheckpointError(_differing(file.temporary, header, record, stop))
             file.commit()
-
-    def _send(self, run: list[str], reader: TensorReader, stream: Fanout) -> None:
-        """Send consecutive tensors: stored ones that also lie together here, or compressed ones of one geometry."""
-        if run[0] in self.checkpoint.located:
-            fd, begin, _, shard = reader.place(run[0])
-            _, last, info, _ = reader.place(run[-1])
-            stream.read(fd, begin, last + info.nbytes, shard)
-            return
-        planes = [self.checkpoint.planes[name] for name in run]
-        try:
-            stream.send(decode(self.bundle, planes, reader, self.device))
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            shard, _ = self.checkpoint.located[planes[0].tensors[0]]
-            message = f"malformed, or one of the {len(run)} scales decoded with it: {error}"
-            raise CheckpointError([Fault(shard, run[0], message)]) from error
 
 
 def _check_complete(records: Sequence[Record], located: Located) -> None:
@@ -162,40 +143,17 @@ def _check_complete(records: Sequence[Record], located: Located) -> None:
     )
 
 
-def _runs(order: Sequence[tuple[str, TensorInfo]], located: Located, limit: int) -> Iterator[list[str]]:
-    """Consecutive tensors of a source shard that can be sent in one go; compressed ones up to ``limit`` bytes."""
-    run: list[str] = []
-    size = 0
-    shape: tuple[int, ...] = ()
-    for name, info in order:
-        if run and run[-1] in located and name in located:
-            shard, before = located[run[-1]]
-            joins = located[name][0] == shard and located[name][1].begin == before.end
-        else:
-            compressed = bool(run) and run[-1] not in located and name not in located
-            joins = compressed and info.shape == shape and size + info.nbytes <= limit
-        if not joins and run:
-            yield run
-            run, size = [], 0
-        run.append(name)
-        size, shape = size + info.nbytes, info.shape
-    if run:
-        yield run
-
-
 def _differing(path: Path, header: Header, record: Record, stop: Event) -> list[Fault]:
     """The tensors of a file that are not what the record says, once the file as a whole is known not to be."""
     read_header(path, record.file)
-    digests = TensorDigests(header.in_data_order())
-    with opened(path, record.file) as fd, Fanout([digests.update], stop, lambda _: None) as stream:
+    sums = TensorChecksums(header.in_data_order())
+    with opened(path, record.file) as fd, Fanout([sums.update], stop, lambda _: None) as stream:
         stream.read(fd, header.data_start, header.data_start + header.data_bytes, record.file)
-    message = "has changed since it was compressed: its SHA-256 is not the source's"
+    message = "has changed since it was compressed: its CRC-32 is not the source's"
     faults = [
-        Fault(record.file, name, message)
-        for name, digest in digests.digests.items()
-        if record.tensors.get(name) != digest
+        Fault(record.file, name, message) for name, value in sums.checksums.items() if record.tensors.get(name) != value
     ]
-    return faults or [Fault(record.file, None, f"SHA-256 is not {record.sha256}: its record has changed")]
+    return faults or [Fault(record.file, None, f"SHA-256 is not {record.sha256}, and no tensor's CRC-32 tells why")]
 
 
 def _restore_files(checkpoint: Checkpoint, job: Job, destination: Path, work: Path) -> None:

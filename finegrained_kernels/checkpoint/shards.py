@@ -26,7 +26,8 @@ from finegrained_kernels.checkpoint.stream import (
     Fanout,
     Progress,
     Splice,
-    TensorDigests,
+    TensorChecksums,
+    checksum,
     file_sha256,
     opened,
     read_exact,
@@ -56,7 +57,7 @@ class ShardWork:
     def compress(self, shard: str, stop: Event) -> None:
         """Write a shard and, once it is in place, its record."""
         header = self.source.headers[shard]
-        source_hash, digests = hashlib.sha256(header.raw), TensorDigests(header.in_data_order())
+        source_hash, sums = hashlib.sha256(header.raw), TensorChecksums(header.in_data_order())
         with opened(self.source.root / shard, shard) as fd:
             before = os.fstat(fd)
             if os.pread(fd, header.data_start, 0) != header.raw:
@@ -65,11 +66,11 @@ class ShardWork:
             output, parts = self._lay_out(header, encoded)
             with AtomicFile(self.path(shard), self.work, self.job.shards[shard]) as file:
                 sinks: list[Callable] = [file.write]
-                sums = hashlib.sha256()
+                file_hash = hashlib.sha256()
                 if self.job.layout == CONTAINER_LAYOUT:
-                    sinks.append(sums.update)
+                    sinks.append(file_hash.update)
                 splices = [Splice(parts, sink) for sink in sinks]
-                consumers = [source_hash.update, digests.update, *(splice.update for splice in splices)]
+                consumers = [source_hash.update, sums.update, *(splice.update for splice in splices)]
                 with Fanout(consumers, stop, self.progress) as stream:
                     stream.read(fd, header.data_start, header.data_start + header.data_bytes, shard)
                 for splice in splices:
@@ -81,16 +82,16 @@ class ShardWork:
                 if written.tensors != output.tensors:
                     raise CheckpointError([Fault(shard, None, "its compressed form does not read back as written")])
                 file.commit()
-        components = {name: hashlib.sha256(data).hexdigest() for name, data in _components(encoded).items()}
+        components = {name: checksum(data) for name, data in _components(encoded).items()}
         Record(
             file=shard,
             nbytes=header.data_start + header.data_bytes,
             sha256=source_hash.hexdigest(),
             header=header.raw[8:].decode(),
-            tensors=digests.digests,
+            tensors=sums.checksums,
             components=components,
             dense=dense,
-            file_sha256=sums.hexdigest() if self.job.layout == CONTAINER_LAYOUT else None,
+            file_sha256=file_hash.hexdigest() if self.job.layout == CONTAINER_LAYOUT else None,
         ).write(self.destination, self.work)
         self.progress(header.data_start)
 
@@ -101,11 +102,11 @@ class ShardWork:
             header = read_header(self.path(shard), self.job.shards[shard])
         except CheckpointError:
             return False
-        digests = TensorDigests(header.in_data_order())
-        with opened(self.path(shard), shard) as fd, Fanout([digests.update], stop, self.progress) as stream:
+        sums = TensorChecksums(header.in_data_order())
+        with opened(self.path(shard), shard) as fd, Fanout([sums.update], stop, self.progress) as stream:
             stream.read(fd, header.data_start, header.data_start + header.data_bytes, shard)
         return (
-            digests.digests == record.expected_tensors()
+            sums.checksums == record.expected_tensors()
             and self.source.headers[shard].raw == record.source_header().raw
             and file_sha256(self.source.root / shard) == record.sha256
         )

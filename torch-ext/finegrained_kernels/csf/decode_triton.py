@@ -41,19 +41,19 @@ def decode_kernel(
             mask = expert < num_planes
             begin = tl.load(expert_start_ptr + expert, mask=mask, other=0)
             end = tl.load(expert_start_ptr + expert + 1, mask=mask, other=0)
-            active = end > begin
-            rank = num_seen + tl.cumsum(active.to(tl.int32)) - 1
+            active = (end > begin).to(tl.int32)
+            rank = tl.where(active > 0, num_seen + tl.cumsum(active) - 1, -1)
             # The plane of the item's active expert, plus one; zero when it is not in this block.
-            found = tl.sum(tl.where(active & (rank == item // TILES), expert + 1, 0))
+            found = tl.sum(tl.where(rank == item // TILES, expert + 1, 0))
             while found > 0:
                 decode_tile(
                     out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, found - 1, item % TILES, shift,
                     NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, BLOCK, BLOCK_X, ALIGNED,
                 )  # fmt: skip
                 item += tl.num_programs(0)
-                found = tl.sum(tl.where(active & (rank == item // TILES), expert + 1, 0))
+                found = tl.sum(tl.where(rank == item // TILES, expert + 1, 0))
             if first_expert + BLOCK_E < num_planes:
-                num_seen += tl.sum(active.to(tl.int32))
+                num_seen = tl.maximum(num_seen, tl.max(rank) + 1)
     else:
         decode_tile(
             out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, item // TILES, item % TILES, shift,
