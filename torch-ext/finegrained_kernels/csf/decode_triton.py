@@ -72,8 +72,7 @@ def decode_config(
     """
     block, num_warps, programs_per_sm = 512, 4, 2
     if swizzled:
-        tiles, col_tiles = swizzled_shape(num_rows, num_cols)[:2]
-        block = 8 if col_tiles % 16 else 16
+        block, tiles = 8, swizzled_shape(num_rows, num_cols)[0]
     else:
         few_bytes = 8 * block * programs_per_sm * num_sms
         if routed and max_active is not None and max_active * num_rows * num_cols > few_bytes:
