@@ -9,6 +9,7 @@ before anything is timed.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import platform
 import subprocess
@@ -83,6 +84,9 @@ def environment() -> dict[str, str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV file to write")
+    out = parser.parse_args().out
     torch.set_num_threads(1)
     bundle = finegrained_kernels.load()
     num_planes, num_rows, num_cols = STACK
@@ -135,8 +139,8 @@ def main() -> None:
                 "baseline_us": f"{baseline_us:.1f}" if baseline else "",
             }
         )
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
+    out.parent.mkdir(exist_ok=True)
+    with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -294,6 +294,19 @@ def test_dry_run_bounds_the_result(tmp_path):
     assert plan.least_bytes <= report.compressed_bytes <= plan.dense_bytes
 
 
+def test_the_source_is_only_read(tmp_path):
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    stamps = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    before = checkpoints.tree(source)
+    compress(source, tmp_path / "small")
+    verify(tmp_path / "small", against=source)
+    assert checkpoints.tree(source) == before
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == stamps
+    assert json.loads((source / "config.json").read_text()) == checkpoints.MODELOPT_CONFIG
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gpu_gives_the_same_files(bundle, tmp_path, layout):

@@ -19,6 +19,7 @@ from finegrained_kernels import checkpoint as checkpoints
 from finegrained_kernels.checkpoint.inspection import USABLE, InspectReport, ScaleStats
 from finegrained_kernels.checkpoint.output import DEFAULT_JOBS
 from finegrained_kernels.checkpoint.restoration import restored_bytes
+from finegrained_kernels.checkpoint.verification import bytes_to_check
 
 Source = Annotated[Path, typer.Argument(help="Directory to read. It is never changed.")]
 Destination = Annotated[Path, typer.Argument(help="New or empty directory, or the one that an earlier run began.")]
@@ -84,7 +85,7 @@ def verify(
     device: Device = "cpu",
 ) -> None:
     """Check a compressed checkpoint: structure, digests, pairing, config, and every scale decoded."""
-    with _errors(), _progress("verify", _shard_bytes(checkpoint)) as progress:
+    with _errors(), _progress("verify", bytes_to_check(checkpoint)) as progress:
         report = checkpoints.verify(checkpoint, against=against, jobs=jobs, device=device, progress=progress)
     for fault in report.faults:
         typer.echo(f"fault: {fault}")

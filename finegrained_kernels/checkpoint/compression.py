@@ -12,6 +12,7 @@ from finegrained_kernels.checkpoint.headers import read_header
 from finegrained_kernels.checkpoint.layouts import CONFIG, CONTAINER_LAYOUT, HF_LAYOUT, Checkpoint, open_checkpoint
 from finegrained_kernels.checkpoint.names import Plane, select
 from finegrained_kernels.checkpoint.output import (
+    DEFAULT_JOBS,
     check_request,
     check_space,
     claim,
@@ -99,7 +100,7 @@ def compress(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     family: str | None = None,
-    jobs: int = 1,
+    jobs: int = DEFAULT_JOBS,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> CompressReport:
@@ -114,7 +115,7 @@ def compress(
         layout: "hf", shards with their index; or "container", `lil-nvfp4-csf-checkpoint/1`.
         include, exclude: see `plan_compression`.
         family: the container's name for the kind of model; None takes `model_type` of config.json.
-        jobs: shards at a time.
+        jobs: shards at a time; by default half the cores, 2 to 8.
         device: where scales are compressed, as "cpu" or "cuda".
         progress: told of source bytes as they are done.
 

@@ -14,6 +14,7 @@ from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 from finegrained_kernels.checkpoint.headers import Header, TensorInfo
 from finegrained_kernels.checkpoint.layouts import Checkpoint
 from finegrained_kernels.checkpoint.names import Located, Plane
+from finegrained_kernels.checkpoint.records import Record
 from finegrained_kernels.checkpoint.stream import Fanout, Progress, TensorChecksums, checksum, opened, read_exact
 
 
@@ -121,15 +122,16 @@ class ContentCheck:
     faults: list[Fault] = field(default_factory=list)
     proven: set[str] = field(default_factory=set)
 
-    def prove(self, header: Header, sha256: str, stop: Event) -> bool:
-        """Whether what is stored, decoded, makes the source file with that header and SHA-256. Collects no fault."""
-        digest = hashlib.sha256(header.raw)
+    def prove(self, record: Record, stop: Event) -> bool:
+        """Whether what is stored, decoded, makes the record's source file, by SHA-256. Collects no fault."""
         try:
+            header = record.source_header()
+            digest = hashlib.sha256(header.raw)
             with TensorReader(self.checkpoint) as reader, Fanout([digest.update], stop, self.progress) as stream:
                 send_source(header, reader, stream, self.bundle, self.device)
         except (CheckpointError, OSError, KeyError):  # a damaged or missing tensor: `check_shard` names it
             return False
-        if digest.hexdigest() != sha256:
+        if digest.hexdigest() != record.sha256:
             return False
         self.proven |= header.tensors.keys()
         return True

@@ -17,6 +17,7 @@ from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo
 from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint, open_checkpoint, read_json
 from finegrained_kernels.checkpoint.names import GROUP, split_expert
 from finegrained_kernels.checkpoint.output import (
+    DEFAULT_JOBS,
     check_request,
     check_space,
     claim,
@@ -57,7 +58,7 @@ def quantize(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     input_scale: float | None = None,
-    jobs: int = 1,
+    jobs: int = DEFAULT_JOBS,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> QuantizeReport:

@@ -15,6 +15,7 @@ from finegrained_kernels.checkpoint.headers import Header, read_header
 from finegrained_kernels.checkpoint.layouts import Checkpoint, open_checkpoint
 from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Located
 from finegrained_kernels.checkpoint.output import (
+    DEFAULT_JOBS,
     check_request,
     check_space,
     claim,
@@ -47,7 +48,7 @@ def restore(
     checkpoint: str | Path,
     destination: str | Path,
     *,
-    jobs: int = 1,
+    jobs: int = DEFAULT_JOBS,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> RestoreReport:

@@ -11,7 +11,7 @@ from finegrained_kernels.checkpoint.config import marked_layers
 from finegrained_kernels.checkpoint.contents import ContentCheck
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.layouts import CONFIG, CONTAINER_LAYOUT, SUMS, Checkpoint, open_checkpoint
-from finegrained_kernels.checkpoint.output import WORK, check_request, one_torch_thread, run_shards
+from finegrained_kernels.checkpoint.output import DEFAULT_JOBS, WORK, check_request, one_torch_thread, run_shards
 from finegrained_kernels.checkpoint.records import DIGESTS, Job, Record, read_job, read_record, source_name
 from finegrained_kernels.checkpoint.stream import Progress, file_sha256
 
@@ -36,7 +36,7 @@ def verify(
     checkpoint: str | Path,
     *,
     against: str | Path | None = None,
-    jobs: int = 1,
+    jobs: int = DEFAULT_JOBS,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -89,7 +89,7 @@ def verify(
     unproven = []
 
     def prove(record: Record, stop: Event) -> None:
-        if not check.prove(record.source_header(), record.sha256, stop):
+        if not check.prove(record, stop):
             unproven.append(Fault(record.file, None, f"what is here does not make its source: SHA-256 {record.sha256}"))
 
     with one_torch_thread():
@@ -101,6 +101,13 @@ def verify(
     return VerifyReport(
         faults, len(opened.headers), len(opened.located), compressed, job is not None, source is not None
     )
+
+
+def bytes_to_check(checkpoint: str | Path) -> int:
+    """Bytes that `verify` reads: all shards, and, if they have records, the source's made of them once more."""
+    root = Path(checkpoint)
+    job = read_job(root)
+    return sum(path.stat().st_size for path in root.rglob("*.safetensors")) + (job.source_bytes if job else 0)
 
 
 def _unfinished(root: Path) -> list[Fault]:

@@ -16,6 +16,9 @@ _CHUNK_BYTES = 1 << 18
 _CANDIDATES = 16
 """Windows ranked at first. With 16 values each they reach 31 values."""
 
+_HIGH_NIBBLES = -0x0F0F0F0F0F0F0F10
+"""0xF0 in each byte of an int64."""
+
 _MEAN_OFFSET = 18
 """The first candidate starts this far below the mean: a narrow row's lowest best base is 15 below its top."""
 
@@ -64,13 +67,18 @@ def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list
         rows = slabs[first : first + chunk_slabs].view(-1, num_cols)
         bases = _choose_bases(rows)
         codes = rows - bases[:, None]  # wraps below the base, so that one comparison finds both sides
-        found = (codes.view(-1) >= NVFP4_CSF.window).nonzero().view(-1)
-        codes.view(-1)[found] = 0
-        pairs = codes.view(torch.int16)  # low nibble in bits 0 to 3, high nibble in 8 to 11
-        pairs |= pairs >> 4
+        # Eight codes at a time: few words have one beyond the window, and only their bytes are looked at one by one.
+        eights = codes.view(-1).view(torch.int64)
+        at = (eights & _HIGH_NIBBLES).nonzero().view(-1)
+        some = eights[at].view(torch.uint8)
+        beyond = (some >= NVFP4_CSF.window).nonzero().view(-1)
+        found = at[beyond >> 3] * 8 + (beyond & 7)
+        some[beyond] = 0
+        eights[at] = some.view(torch.int64)
+        eights |= eights >> 4  # every other byte is now a pair: the first code in bits 0 to 3, the second in 4 to 7
         chunk = fixed[first : first + chunk_slabs]
         chunk[:, :slab_rows] = bases.view(-1, slab_rows)
-        chunk[:, slab_rows:] = pairs.to(torch.uint8).view(chunk.shape[0], -1)
+        chunk[:, slab_rows:] = codes.view(chunk.shape[0], -1)[:, ::2]
         positions.append(found + first * slab_rows * num_cols)
         values.append(rows.view(-1)[found])
     position, value = torch.cat(positions), torch.cat(values)
@@ -87,17 +95,23 @@ def _choose_bases(rows: torch.Tensor) -> torch.Tensor:
     beyond prove it: a window below the first candidate covers no value from the candidates' 16th on, one above the
     last covers no value before their 17th. Where the proof fails, all 241 windows are ranked.
     """
-    num_cols = rows.shape[1]
+    num_rows, num_cols = rows.shape
     last_first = NVFP4_CSF.max_base + 1 - _CANDIDATES
     first = (rows.sum(1, dtype=torch.int32) // num_cols - _MEAN_OFFSET).clamp_(0, last_first)
     slots = rows - first.to(torch.uint8)[:, None]  # values out of reach, on both sides, get 31 or more
     slots.clamp_(max=2 * _CANDIDATES - 1)
-    counts = _histogram(slots, 2 * _CANDIDATES)
-    num_outside = counts[:, -1]
-    coverage, best = _rank_windows(counts[:, :-1])
-    reach_below = num_outside + counts[:, : _CANDIDATES - 1].sum(1)
-    reach_above = num_outside + counts[:, _CANDIDATES:-1].sum(1)
-    proven = ((coverage > reach_below) | (first == 0)) & ((coverage >= reach_above) | (first == last_first))
+    # A row of counts for each slot, so that everything after this runs along the rows of `rows`.
+    bins = torch.add(torch.arange(num_rows, dtype=torch.int32, device=rows.device)[:, None], slots, alpha=num_rows)
+    counts = torch.bincount(bins.view(-1), minlength=2 * _CANDIDATES * num_rows).view(-1, num_rows).to(torch.int32)
+    coverage = counts[:-1]  # of windows of 1, 2, 4, 8 and then 16 values
+    for width in (1, 2, 4, 8):
+        coverage = coverage[:-width] + coverage[width:]
+    lowest_first = torch.arange(_CANDIDATES - 1, -1, -1, dtype=torch.int32, device=rows.device)[:, None]
+    ranked = (coverage * _CANDIDATES + lowest_first).amax(0)
+    most, best = ranked // _CANDIDATES, _CANDIDATES - 1 - ranked % _CANDIDATES
+    outside = counts[-1] - counts[_CANDIDATES - 1]
+    reach_below, reach_above = outside + coverage[0], outside + coverage[-1]
+    proven = ((most > reach_below) | (first == 0)) & ((most >= reach_above) | (first == last_first))
     bases = (first + best).to(torch.uint8)
     for unproven in (~proven).nonzero().view(-1).split(_CHUNK_BYTES // 256):
         bases[unproven] = _rank_windows(_histogram(rows[unproven], 256))[1].to(torch.uint8)
