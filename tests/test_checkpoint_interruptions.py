@@ -80,7 +80,7 @@ def source(bundle, tmp_path_factory):
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess:
-    """Run a snippet in a process of its own, with this session's bundle."""
+    """Run a snippet in a process of its own, with the bundle under test."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
