@@ -37,3 +37,6 @@ def demo() -> None:
 
 
 checkpoint_commands.register(app)
+
+if __name__ == "__main__":
+    app()

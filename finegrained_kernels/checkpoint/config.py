@@ -25,6 +25,8 @@ _MODELOPT, _COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
 def marked_layers(config: Mapping[str, Any] | None) -> tuple[set[str], list[Fault]]:
     """Modules that config.json calls compressed, and entries that cannot be understood."""
     layers = ((config or {}).get("quantization_config") or {}).get("quantized_layers") or {}
+    if not isinstance(layers, dict):
+        return set(), [Fault(CONFIG, None, f"quantized_layers must be an object, got {layers!r}")]
     marked, faults = set(), []
     for module, entry in layers.items():
         if not isinstance(entry, dict):

@@ -98,8 +98,12 @@ def parse_header(raw: bytes, name: str) -> Header:
             tensor: TensorInfo(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
             for tensor, entry in entries.items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError([Fault(name, None, f"not a safetensors header: {error!r}")]) from error
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise CheckpointError([Fault(name, None, f"__metadata__ must map texts to texts, got {metadata!r}")])
     header = Header(raw, metadata, tensors)
     check_tensors(header, name)
     return header

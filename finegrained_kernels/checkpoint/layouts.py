@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def open_checkpoint(root: str | Path, *, data_present: bool = True, faults: list
     if not root.is_dir():
         raise CheckpointError(f"{root} is not a directory")
     layout = read_layout(root, [path.name for path in root.iterdir()])
-    missing = [shard for shard in layout.shards if not (root / shard).is_file()]
+    missing = [shard for shard in layout.shards if not os.path.isfile(root / shard)]
     raise_faults(Fault(layout.index or MANIFEST, None, f"shard {shard} does not exist") for shard in missing)
     headers = {}
     for shard in layout.shards:
@@ -193,7 +194,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file called ``name`` in messages."""
     try:
         document = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError([Fault(name, None, f"cannot be read: {error}")]) from error
     if not isinstance(document, dict):
         raise CheckpointError([Fault(name, None, f"expected a JSON object, got {type(document).__name__}")])

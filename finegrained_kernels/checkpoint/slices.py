@@ -79,6 +79,11 @@ def load_layer_scales(
     checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
     if tp_size < 1 or not 0 <= tp_rank < tp_size:
         raise CheckpointError(f"tp_rank must be from 0 to tp_size - 1, got {tp_rank} of {tp_size}")
+    first, *others = [planes[0] for _, planes in wanted]
+    for other in others:
+        if (other.rows, other.cols) != (first.rows, first.cols):
+            shapes = f"{other.rows} x {other.cols}, but {first.name}: {first.rows} x {first.cols}"
+            raise CheckpointError(f"{other.name}: {shapes}; gate and up are stacked only if they are alike")
     cuts = [_cut(name, planes, tp_rank, tp_size) for name, planes in wanted]
     rows, cols = sum(len(cut.rows) for cut in cuts), len(cuts[0].cols)
     if rows * cols > 1 << POSITION_BITS:

@@ -83,7 +83,9 @@ def verify(
     )
     if job is not None:
         faults += _file_faults(opened, job)
-        faults += _missing(check, [record for record in records if job.shards[record.file] not in damaged], job)
+        sound = [record for record in records if job.shards[record.file] not in damaged]
+        faults += _missing(check, sound, job)
+        faults += _header_differences(opened, sound, job)
     if source is not None:
         faults += _structure_differences(opened, source, damaged)
     unproven = []
@@ -186,6 +188,22 @@ def _missing(check: ContentCheck, records: list[Record], job: Job) -> Iterator[F
     if len(records) == len(job.shards):
         for name in located.keys() - check.expected.keys():
             yield Fault(located[name][0], name, f"unexpected: {DIGESTS} does not record it")
+
+
+def _header_differences(checkpoint: Checkpoint, records: list[Record], job: Job) -> Iterator[Fault]:
+    """Dtypes, shapes and metadata that are not those of the source, as the records have them."""
+    for record in records:
+        recorded = record.source_header()
+        for name in recorded.tensors.keys() & checkpoint.located.keys():
+            (shard, here), expected = checkpoint.located[name], recorded.tensors[name]
+            if here[:2] != expected[:2]:
+                message = f"{here.dtype} {list(here.shape)}, recorded as {expected.dtype} {list(expected.shape)}"
+                yield Fault(shard, name, message)
+        shard = job.shards[record.file]
+        header = checkpoint.headers.get(shard)
+        resharded = header is None or header.tensors.keys() != record.expected_tensors().keys()
+        if not resharded and header.metadata != recorded.metadata:
+            yield Fault(shard, None, "its metadata is not the source's")
 
 
 def _structure_differences(checkpoint: Checkpoint, source: Checkpoint, damaged: set[str]) -> Iterator[Fault]:
