@@ -181,7 +181,7 @@ def _dense_scales(
     expert_start: torch.Tensor | None = None,
     max_active: int | None = None,
 ) -> list[torch.Tensor]:
-    """The two planes stacks as the GEMMs read them: dense ones as they are, compressed ones from the scratch."""
+    """Both stacks of scales as the GEMMs read them: dense ones as they are, compressed ones from the scratch."""
     dense, offset = [], 0
     for scales in (experts.gate_up_scales, experts.down_scales):
         if not isinstance(scales, NVFP4CSFScales):

@@ -130,7 +130,7 @@ def prepare_nvfp4_csf_scales(
         ValueError: geometry, dtype, length, device, a base above 240, or a position that is out of range or not
             above the one before it. Names the tensor and the place. Nothing is returned.
 
-    Source: docs/format.md, "One compressed plane". One host sync on CUDA, for the verdict.
+    Source: docs/format.md, "One compressed plane". One host sync on a GPU, for the verdict.
     """
     NVFP4_CSF.check_plane(num_rows, num_cols)
     num_rows, num_cols = int(num_rows), int(num_cols)
