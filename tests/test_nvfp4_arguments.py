@@ -43,7 +43,7 @@ WRONG = [
     ({"B": torch.zeros(E, N, 24, dtype=torch.uint8)}, ValueError, "B: .*K a positive multiple of 32, got K = 48"),
     ({"Bs": torch.zeros(E, N, 5, dtype=torch.uint8)}, ValueError, r"Bs: expected shape \(3, 32, 4\) or swizzled"),
     ({"Bs": torch.zeros(E, N, K // 16)}, TypeError, "Bs: expected float8_e4m3fn or its uint8 bytes, got torch.float32"),
-    ({"Bs": None}, TypeError, "Bs: expected a tensor of scale bytes, got NoneType"),
+    ({"Bs": None}, TypeError, "Bs: expected a tensor of scale bytes or NVFP4CSFScales, got NoneType"),
     ({"As": torch.zeros(M, K // 16, dtype=torch.uint8)}, ValueError, "As: expected None with activation_format='bf16'"),
     (packed_a | {"As": torch.zeros(M, 3, dtype=torch.uint8)}, ValueError, r"As: expected shape \(4, 4\), got \(4, 3\)"),
     ({"B": torch.zeros(0, N, K // 2, dtype=torch.uint8)}, ValueError, "B: expected one expert or more"),

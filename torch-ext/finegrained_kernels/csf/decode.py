@@ -133,9 +133,7 @@ def _(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, 
     return None
 
 
-def _decode_torch(
-    scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch.Tensor | None, swizzled: bool
-) -> None:
+def _decode_torch(scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch.Tensor | None, swizzled: bool) -> None:
     """The same bytes as the kernel, by torch operators, a cache-sized run of planes at a time."""
     num_planes, num_rows, num_cols = scales.shape
     if expert_start is None:
@@ -148,11 +146,11 @@ def _decode_torch(
     for begin, end in runs:
         for first in range(begin, end, chunk_planes):
             last = min(first + chunk_planes, end)
-            planes = _decode_planes(scales, first, last)
+            planes = decode_planes(scales, first, last)
             planes_out[first:last] = (swizzle_mx_scales(planes) if swizzled else planes).view(last - first, -1)
 
 
-def _decode_planes(scales: NVFP4CSFScales, first: int, last: int) -> torch.Tensor:
+def decode_planes(scales: NVFP4CSFScales, first: int, last: int) -> torch.Tensor:
     """Decode planes `first` to `last` into a new uint8 `[last - first, N, C]`.
 
     Two codes become two bytes of one int16: `(pair | pair << 4) & 0x0F0F`; adding `base * 0x0101` never carries

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 
+from ..csf.scales import NVFP4CSFScales
 from ..layouts import swizzled_shape
 from .quantize import as_global
 from .reference import GROUP
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
+Scales = Union[torch.Tensor, NVFP4CSFScales]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Gemm:
     a_scales: Optional[torch.Tensor]  # float8_e4m3fn [M, K/16]
     a_global: Optional[torch.Tensor]  # float32 [1], one an expert [E], or one a row [M, 1]
     b: torch.Tensor  # packed uint8 [E, N or 2N, K/2]
-    b_scales: torch.Tensor  # float8_e4m3fn [E, N or 2N, K/16], or swizzled
+    b_scales: Scales  # float8_e4m3fn [E, N or 2N, K/16], or swizzled, or compressed
     b_global: torch.Tensor  # float32 [E, 1], or [E, 2] for gate and up
     expert_ids: Optional[torch.Tensor]  # int [S]
     expert_start: Optional[torch.Tensor]  # int32 [>= E + 1]
@@ -70,8 +72,8 @@ def expect(condition: bool, name: str, expected: str, got: object) -> None:
         raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def check_weights(B: torch.Tensor, Bs: torch.Tensor, gate: bool) -> None:
-    """Packed weights [E, N, K/2] and their scales, dense [E, N, K/16] or swizzled."""
+def check_weights(B: torch.Tensor, Bs: Scales, gate: bool) -> None:
+    """Packed weights [E, N, K/2] and their scales, dense [E, N, K/16], swizzled or compressed."""
     if B.dtype not in (torch.uint8, torch.int8):
         raise TypeError(f"B: expected packed uint8 or int8, got {B.dtype}")
     expect(B.ndim == 3, "B", "shape (E, N, K/2)", tuple(B.shape))
@@ -80,11 +82,14 @@ def check_weights(B: torch.Tensor, Bs: torch.Tensor, gate: bool) -> None:
     multiple = 32 if gate else 16
     expect(rows % multiple == 0, "B", f"N rows a multiple of {multiple}", f"shape {tuple(B.shape)}")
     expect(depth % 32 == 0 and depth > 0, "B", "K a positive multiple of 32", f"K = {depth}")
+    dense = (num_experts, rows, depth // GROUP)
+    if isinstance(Bs, NVFP4CSFScales):
+        expect(Bs.shape == dense, "Bs", f"compressed scales of shape {dense}", Bs.shape)
+        return
     if not isinstance(Bs, torch.Tensor):
-        raise TypeError(f"Bs: expected a tensor of scale bytes, got {type(Bs).__name__}")
+        raise TypeError(f"Bs: expected a tensor of scale bytes or NVFP4CSFScales, got {type(Bs).__name__}")
     if Bs.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise TypeError(f"Bs: expected float8_e4m3fn or its uint8 bytes, got {Bs.dtype}")
-    dense = (num_experts, rows, depth // GROUP)
     swizzled = (num_experts, *swizzled_shape(rows, depth // GROUP))
     expect(tuple(Bs.shape) in (dense, swizzled), "Bs", f"shape {dense} or swizzled {swizzled}", tuple(Bs.shape))
 
@@ -138,7 +143,7 @@ def check_gemm(
     A: torch.Tensor,
     B: torch.Tensor,
     As: torch.Tensor | None,
-    Bs: torch.Tensor,
+    Bs: Scales,
     *,
     expert_ids: torch.Tensor | None = None,
     expert_start: torch.Tensor | None = None,

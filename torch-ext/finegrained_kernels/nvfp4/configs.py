@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ..device import num_sms
+
+MAX_STRIP_BYTES = 48 << 10
+"""Shared memory that a kernel may declare by itself, on every GPU."""
+
+SLICE_LIMIT = 176
+"""Columns of scales that a tile decodes at a time, if its rows can be divided."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,57 @@ def load_table(device_name: str) -> dict[tuple[int, int], list[tuple[float, Conf
     return {shape: sorted(configs, key=lambda pair: pair[0]) for shape, configs in table.items()}
 
 
+def strip_cols(cols: int, groups: int) -> int:
+    """Columns of scales decoded at a time: a row's, or equal parts of whole chunks where rows are long."""
+    while cols > SLICE_LIMIT and cols % (2 * groups) == 0:
+        cols //= 2
+    return cols
+
+
+def strip_stride(cols: int, groups: int) -> int:
+    """Bytes from row to row of decoded scales: whole chunks, and 16 mod 32, so that 8 rows meet different banks."""
+    return (-(-cols // groups) * groups + 15) // 32 * 32 + 16
+
+
+def strip_bytes(config: Config, depth: int) -> int:
+    """Shared memory of a tile's decoded scales (csf_strip.py)."""
+    groups, cols = config.block_k // 16, depth // 16
+    return config.block_n * strip_stride(cols if config.warpgroup else strip_cols(cols, groups), groups)
+
+
+def reads_compressed(depth: int) -> bool:
+    """Whether the kernels read compressed scales of rows of `depth` weights: whole words of codes, narrow tiles fit."""
+    return depth % 128 == 0 and strip_bytes(Config(64, 128, 8, 2, 3, 4), depth) <= MAX_STRIP_BYTES
+
+
+def with_strip(config: Config, depth: int) -> Config:
+    """`config` with room for a tile's decoded scales: narrower tiles if need be, and no warpgroups for very long rows.
+
+    Triton asks for more than 48 KB a program only if its own shared memory is more, so a deeper ring makes it so.
+    """
+    while strip_bytes(config, depth) > MAX_STRIP_BYTES:
+        if config.warpgroup and config.block_n == 64:
+            config = Config(64, 128, min(config.block_t, 32), num_warps=4, num_stages=3, programs_per_sm=3)
+        else:
+            warps = max(4, config.num_warps // 2) if config.warpgroup else config.num_warps
+            config = replace(config, block_n=config.block_n // 2, num_warps=warps)
+    stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
+    while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + strip_bytes(config, depth):
+        config = replace(config, num_stages=config.num_stages + 1)
+    return config
+
+
 @functools.lru_cache(maxsize=4096)
-def choose_config(device: torch.device, weight_rows: int, depth: int, num_rows: int, num_experts: int) -> Config:
+def choose_config(
+    device: torch.device, weight_rows: int, depth: int, num_rows: int, num_experts: int, compressed: bool = False
+) -> Config:
     """Tiles for `num_rows` routed rows over `num_experts` weights [weight_rows, depth].
 
     The table's entry of the largest rows an expert not above the call's (or its smallest); the default where there is
     none, or where that entry's tiles are too few to occupy the device.
     """
+    if compressed:
+        return with_strip(choose_config(device, weight_rows, depth, num_rows, num_experts), depth)
     sms = num_sms(device)
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     entries = load_table(torch.cuda.get_device_name(device)).get((weight_rows, depth))

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ..csf.decode import decode_planes
+from ..csf.scales import NVFP4CSFScales
 from ..layouts import unswizzle_mx_scales
 from .arguments import Gemm
 from .quantize import global_from_amax, quantize_groups
@@ -82,6 +84,8 @@ def activations(gemm: Gemm, expert: int, sources: torch.Tensor) -> tuple[torch.T
 
 def expert_scales(gemm: Gemm, expert: int) -> torch.Tensor:
     """One expert's dense plane [N, K/16]."""
+    if isinstance(gemm.b_scales, NVFP4CSFScales):
+        return decode_planes(gemm.b_scales, expert, expert + 1)[0]
     plane = gemm.b_scales[expert]
     if plane.ndim == 2:
         return plane

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Optional
 
 import torch
 import triton
 
+from ..csf.decode import decompress_nvfp4_csf_scales
+from ..csf.scales import NVFP4CSFScales
 from ..device import num_sms, on_device
 from .act_quant import expanded_operands, quantized_operands
 from .arguments import Gemm, expect
-from .configs import Config, choose_config
+from .configs import Config, choose_config, reads_compressed
 from .portable_gemm import portable_gemm_kernel
 from .reference import GROUP
 
@@ -25,21 +28,33 @@ def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
     if not gemm.num_rows:
         return outputs
     with on_device(gemm.a.device):
+        gemm = with_readable_scales(gemm)
         operands, x_global, gather_idx = prepare_activations(gemm)
         arguments, constants = kernel_arguments(gemm, operands, x_global, gather_idx, outputs)
         if uses_tensor_core_kernel(gemm):
-            launch_mma(gemm, config, arguments, constants)
+            launch_mma(gemm, config, operands, x_global, arguments, constants)
         else:
-            launch_portable(gemm, arguments, constants)
+            launch_portable(gemm, operands, x_global, arguments, constants)
     return outputs
 
 
 def check_memory(gemm: Gemm) -> None:
     """The kernels read weights and scales as 16-byte vectors of one dense block. They are never copied behind the
     caller's back: they are most of the memory there is."""
-    for name, tensor in (("B", gemm.b), ("Bs", gemm.b_scales)):
+    scales = gemm.b_scales
+    parts = scales.state_dict() if isinstance(scales, NVFP4CSFScales) else {"Bs": scales}
+    for name, tensor in {"B": gemm.b, **parts}.items():
         expect(tensor.is_contiguous(), name, "a contiguous tensor", f"strides {tensor.stride()}")
         expect(tensor.data_ptr() % ALIGNMENT == 0, name, f"{ALIGNMENT}-byte alignment", hex(tensor.data_ptr()))
+
+
+def with_readable_scales(gemm: Gemm) -> Gemm:
+    """`gemm`, its scales decoded into new memory if they are compressed and no kernel here reads them so: GPUs without
+    the tensor-core kernel, rows that are not whole words of codes, rows too long for shared memory."""
+    scales = gemm.b_scales
+    if not isinstance(scales, NVFP4CSFScales) or (uses_tensor_core_kernel(gemm) and reads_compressed(gemm.depth)):
+        return gemm
+    return dataclasses.replace(gemm, b_scales=decompress_nvfp4_csf_scales(scales, expert_start=gemm.expert_start))
 
 
 def aligned(a: torch.Tensor) -> torch.Tensor:
@@ -87,7 +102,7 @@ def row_experts(gemm: Gemm) -> torch.Tensor:
 
 
 def kernel_arguments(gemm: Gemm, operands, x_global, gather_idx, outputs) -> tuple[tuple, dict]:
-    """The arguments that both kernels share, in their order, and their shared compile-time constants."""
+    """What every kernel takes after activations, weights and scales, in order, and the compile-time constants."""
     per_row = x_global is not None and len(x_global) != 1 and not is_per_expert(gemm, x_global)
     scales_out = outputs[1].view(torch.uint8) if gemm.quantize_output else None
     strides = (
@@ -97,7 +112,7 @@ def kernel_arguments(gemm: Gemm, operands, x_global, gather_idx, outputs) -> tup
         0 if gemm.output_global is None or len(gemm.output_global) == 1 else 1,
     )
     arguments = (
-        operands, x_global, gemm.b, gemm.b_scales, gemm.b_global, outputs[0], scales_out, gemm.output_global,
+        gemm.b_global, outputs[0], scales_out, gemm.output_global,
         gemm.expert_start, gemm.expert_ids, gather_idx, gemm.scatter_idx,
         gemm.num_rows, operands.shape[0], gemm.num_experts, strides,
         (gemm.alpha, float("inf") if gemm.limit is None else gemm.limit),
@@ -107,7 +122,7 @@ def kernel_arguments(gemm: Gemm, operands, x_global, gather_idx, outputs) -> tup
         "K": gemm.depth,
         "GATE": gemm.gate,
         "HAS_LIMIT": gemm.limit is not None,
-        "SWIZZLED": gemm.b_scales.ndim == 5,
+        "SWIZZLED": isinstance(gemm.b_scales, torch.Tensor) and gemm.b_scales.ndim == 5,
         "X_GLOBAL_PER_ROW": per_row,
         "ROUNDED": triton.language.dtype(
             {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(gemm.output_dtype, "fp32")
@@ -129,23 +144,30 @@ def uses_tensor_core_kernel(gemm: Gemm) -> bool:
     return torch.cuda.get_device_capability(gemm.a.device) >= (8, 9) and gemm.depth % 64 == 0
 
 
-def launch_mma(gemm: Gemm, config: Config | None, arguments: tuple, constants: dict) -> triton.compiler.CompiledKernel:
+def scale_operands(scales: torch.Tensor | NVFP4CSFScales) -> tuple[torch.Tensor, ...]:
+    """Scales as the tensor-core kernels take them: pairs of bytes, or the four tensors of the compressed form."""
+    if isinstance(scales, NVFP4CSFScales):
+        return scales.bases, scales.codes.view(torch.int32), scales.exceptions, scales.exception_offsets
+    return (scales.view(torch.uint8).view(torch.int16),)
+
+
+def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments: tuple, constants: dict):
     """Launch on tensor cores; returns the compiled kernel, whose registers and shared memory a tuner reads."""
     from .mma_gemm import nvfp4_gemm_kernel  # Gluon exists for NVIDIA builds of Triton
     from .wgmma_gemm import nvfp4_wgmma_kernel, permute_tokens
 
     if config is None:
         rows = gemm.num_rows if gemm.expert_ids is None else min(gemm.num_rows, gemm.num_experts)  # a row, a tile
-        config = choose_config(gemm.a.device, gemm.b.shape[1], gemm.depth, rows, gemm.num_experts)
+        compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
+        config = choose_config(gemm.a.device, gemm.b.shape[1], gemm.depth, rows, gemm.num_experts, compressed)
     tiles = max_row_tiles(gemm, config.block_t) * triton.cdiv(gemm.b.shape[1], config.block_n)
     grid = min(tiles, num_sms(gemm.a.device) * config.programs_per_sm)
-    operands, x_global, b, b_scales, *rest = arguments
     groups = config.block_k // GROUP
     if config.warpgroup:
         operands = permute_tokens(operands, groups)
     kernel = nvfp4_wgmma_kernel if config.warpgroup else nvfp4_gemm_kernel
     return kernel[(grid,)](
-        operands, x_global, b.view(torch.int64), b_scales.view(torch.uint8).view(torch.int16), *rest, **constants,
+        operands, x_global, gemm.b.view(torch.int64), scale_operands(gemm.b_scales), *arguments, **constants,
         BLOCK_N=config.block_n, GROUPS=groups, BLOCK_T=config.block_t, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -160,9 +182,9 @@ def max_row_tiles(gemm: Gemm, block_t: int) -> int:
     return min(rows, triton.cdiv(rows, block_t) + groups)
 
 
-def launch_portable(gemm: Gemm, arguments: tuple, constants: dict) -> None:
-    operands, x_global, b, b_scales, *rest = arguments
+def launch_portable(gemm: Gemm, operands, x_global, arguments: tuple, constants: dict) -> None:
     grid = (max_row_tiles(gemm, PORTABLE_TILE["BLOCK_T"]), triton.cdiv(gemm.num_cols, PORTABLE_TILE["BLOCK_N"]))
     portable_gemm_kernel[grid](
-        operands, x_global, b.view(torch.uint8), b_scales.view(torch.uint8), *rest, **constants, **PORTABLE_TILE
-    )
+        operands, x_global, gemm.b.view(torch.uint8), gemm.b_scales.view(torch.uint8), *arguments, **constants,
+        **PORTABLE_TILE,
+    )  # fmt: skip

@@ -1,7 +1,8 @@
 """The public GEMMs on NVFP4 weights: check, then run on the tensors' device.
 
 Shared arguments. A: bf16 or fp16 activations (fp32 too when they are quantized), or packed NVFP4 uint8 [M, K/2] beside
-their scales `As` [M, K/16]. B, Bs: packed weights and their E4M3 scales, dense or swizzled (layouts.py).
+their scales `As` [M, K/16]. B, Bs: packed weights and their E4M3 scales, dense, swizzled (layouts.py) or compressed:
+NVFP4CSFScales are decoded as the kernel goes, with no dense copy, and the result is the same to the bit.
 
 activation_format   None: W4A4, activations are quantized to NVFP4 first; "bf16": W4A16, they are used as they are.
 gate                B stacks [gate; up] rows, 2N of them; the result is silu(gate) * up, silu(x) = x * sigmoid(alpha x)
@@ -25,6 +26,7 @@ from typing import List, Optional
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..csf.scales import NVFP4CSFScales
 from .arguments import FIELDS, Gemm, check_gemm
 from .cpu import run_on_cpu
 from .reference import GROUP
@@ -39,7 +41,7 @@ def matmul_2d(
     if isinstance(b_global_scale, torch.Tensor):
         b_global_scale = b_global_scale.reshape(1, -1)
     return _run(check_gemm(
-        A, B.unsqueeze(0), As, Bs.unsqueeze(0),
+        A, B.unsqueeze(0), As, Bs if isinstance(Bs, NVFP4CSFScales) else Bs.unsqueeze(0),
         activation_format=activation_format, gate=gate, act_fn=act_fn,
         swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
         quantize_output=quantize_output, output_dtype=output_dtype,
@@ -98,8 +100,17 @@ def _run_on_device(gemm: Gemm) -> List[torch.Tensor]:
 
 
 def _to_flat(gemm: Gemm) -> tuple:
-    """The fields of `gemm` in order, as the registered op takes them: ops accept tensors and scalars only."""
-    return tuple(getattr(gemm, name) for name in FIELDS)
+    """The fields of `gemm` in order, as the registered op takes them: tensors, lists of tensors and scalars only."""
+    flat = {name: getattr(gemm, name) for name in FIELDS}
+    scales = gemm.b_scales
+    flat["b_scales"] = list(scales.state_dict().values()) if isinstance(scales, NVFP4CSFScales) else [scales]
+    return tuple(flat.values())
+
+
+def _from_flat(flat: tuple) -> Gemm:
+    fields = dict(zip(FIELDS, flat))
+    scales = fields["b_scales"]
+    return Gemm(**{**fields, "b_scales": scales[0] if len(scales) == 1 else NVFP4CSFScales(*scales)})
 
 
 @torch.library.custom_op(add_op_namespace_prefix("nvfp4_gemm"), mutates_args=())
@@ -108,7 +119,7 @@ def _nvfp4_gemm(
     a_scales: Optional[torch.Tensor],
     a_global: Optional[torch.Tensor],
     b: torch.Tensor,
-    b_scales: torch.Tensor,
+    b_scales: List[torch.Tensor],
     b_global: torch.Tensor,
     expert_ids: Optional[torch.Tensor],
     expert_start: Optional[torch.Tensor],
@@ -122,12 +133,12 @@ def _nvfp4_gemm(
     output_dtype: torch.dtype,
     weight_only: bool,
 ) -> List[torch.Tensor]:
-    return _run_on_device(Gemm(**locals()))
+    return _run_on_device(_from_flat(tuple(locals().values())))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("nvfp4_gemm"))
 def _nvfp4_gemm_fake(*flat) -> List[torch.Tensor]:
-    gemm = Gemm(*flat)
+    gemm = _from_flat(flat)
     rows, cols = gemm.num_rows, gemm.num_cols
     if not gemm.quantize_output:
         return [gemm.a.new_empty(rows, cols, dtype=gemm.output_dtype)]

@@ -17,15 +17,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .mma_gemm import (
-    copy_weights,
-    group_tile_ends,
-    locate,
-    row_swizzle,
-    source_rows,
-    store_tile,
-    weight_pointers,
+from .csf_strip import (
+    STRIP_LIMIT,
+    decode_strip,
+    exception_ranges,
+    load_exceptions,
+    load_windows,
+    new_strip,
+    strip_pairs,
+    strip_stride,
 )
+from .epilogue import store_tile
 from .tiles import (
     barrier,
     copy_layout,
@@ -37,6 +39,7 @@ from .tiles import (
     to_slots,
     word_values,
 )
+from .weight_ring import copy_weights, find_tile, group_tile_ends, row_swizzle, source_rows
 
 PERMUTE_BLOCK = 4096
 
@@ -96,27 +99,28 @@ def weight_operand(words, scales, WORD: gl.constexpr, GROUPS: gl.constexpr, MMA:
 
 @gluon.jit
 def copy_chunk(
-    smem, pointers, masks, x_ptrs, x_mask, chunk, stage, GROUPS: gl.constexpr, C: gl.constexpr, SWIZZLED: gl.constexpr
-):
+    smem, w_ptr, scales, x_ptrs, x_mask, tile, chunk, stage, N: gl.constexpr, K: gl.constexpr,
+    GATE: gl.constexpr, SWIZZLED: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
     """Start the copies of one K chunk of weights, scales and permuted activations into a stage of the ring."""
-    copy_weights(smem, pointers, masks, chunk, stage, GROUPS, C, SWIZZLED)
-    load_async(smem[2].index(stage).slice(0, x_ptrs.shape[0]), x_ptrs + chunk * (16 * GROUPS), mask=x_mask)
+    copy_weights(smem[1:], w_ptr, scales, tile, chunk, stage, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
+    load_async(smem[0].index(stage).slice(0, x_ptrs.shape[0]), x_ptrs + chunk * (16 * GROUPS), mask=x_mask)
 
 
 @gluon.jit
 def multiply(
-    acc, x_ptr, w_ptr, scales_ptr, sources, expert, n_tile, smem,
+    acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, held, next_ranges, next_n_tile,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TWO_STRIPS: gl.constexpr,
 ):  # fmt: skip
-    """Unscaled sums of one tile. A chunk is unpacked while the products of the one before it run."""
+    """Unscaled sums of one tile. A chunk is unpacked while the products of the one before it run.
+
+    Compressed scales of the next tile are decoded on the way, if there are two strips, or else at the end."""
     C: gl.constexpr = K // 16
-    BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
     MMA: gl.constexpr = acc.type.layout
     NUM_CHUNKS: gl.constexpr = (C + GROUPS - 1) // GROUPS
-    IS_FP16: gl.constexpr = smem[2].dtype == gl.float16
-    pointers, masks = weight_pointers(w_ptr, scales_ptr, expert, n_tile, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
+    IS_FP16: gl.constexpr = smem[0].dtype == gl.float16
     X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
     row = gl.arange(0, 2 * BLOCK_T, gl.SliceLayout(1, X_COPY))
     x_value = (row // BLOCK_T * (8 * GROUPS))[:, None] + gl.arange(0, 8 * GROUPS, gl.SliceLayout(0, X_COPY))[None, :]
@@ -124,73 +128,116 @@ def multiply(
     x_mask = (sources >= 0)[:, None]
     for chunk in gl.static_range(STAGES - 1):
         if chunk < NUM_CHUNKS:
-            copy_chunk(smem, pointers, masks, x_ptrs, x_mask, chunk, chunk, GROUPS, C, SWIZZLED)
+            copy_chunk(
+                smem, w_ptr, scales, x_ptrs, x_mask, tile, chunk, chunk,
+                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS,
+            )  # fmt: skip
         async_copy.commit_group()
-    busy = gl.zeros([BLOCK_N, 8 * GROUPS], smem[2].dtype, gl.DotOperandLayout(0, MMA, 2))
+    busy = gl.zeros([BLOCK_N, 8 * GROUPS], smem[0].dtype, gl.DotOperandLayout(0, MMA, 2))
     for chunk in range(NUM_CHUNKS):
         async_copy.wait_group(STAGES - 2)
         hopper.fence_async_shared()
         stage = chunk % STAGES
-        words = smem[0].index(stage).load(group_layout(BLOCK_N, GROUPS, gl.num_warps()))
-        scale_pairs = smem[1].index(stage).load(group_layout(BLOCK_N, GROUPS // 2, gl.num_warps()))
-        scales = group_scales(scale_pairs, IS_FP16)
+        words = smem[1].index(stage).load(group_layout(BLOCK_N, GROUPS, gl.num_warps()))
+        if len(scales) == 4:
+            scale_pairs = strip_pairs(strip, chunk, BLOCK_N, GROUPS, C)
+        else:
+            scale_pairs = smem[2].index(stage).load(group_layout(BLOCK_N, GROUPS // 2, gl.num_warps()))
+        factors = group_scales(scale_pairs, IS_FP16)
         for word in gl.static_range(2):
-            left = weight_operand(words, scales, word, GROUPS, MMA, IS_FP16)
-            right = smem[2].index(stage).slice(word * BLOCK_T, BLOCK_T).permute([1, 0])
+            left = weight_operand(words, factors, word, GROUPS, MMA, IS_FP16)
+            right = smem[0].index(stage).slice(word * BLOCK_T, BLOCK_T).permute([1, 0])
             acc = hopper.warpgroup_mma(left, right, acc, is_async=True)
             if word == 1:
                 barrier()  # every warp has waited for the last chunk's products: its stage is free
                 ahead = chunk + STAGES - 1
                 if NUM_CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
                     if ahead < NUM_CHUNKS:
-                        copy_chunk(smem, pointers, masks, x_ptrs, x_mask, ahead, ahead % STAGES, GROUPS, C, SWIZZLED)
+                        copy_chunk(
+                            smem, w_ptr, scales, x_ptrs, x_mask, tile, ahead, ahead % STAGES,
+                            N, K, GATE, SWIZZLED, BLOCK_N, GROUPS,
+                        )  # fmt: skip
                 async_copy.commit_group()
+                if TWO_STRIPS and len(scales) == 4:  # noqa: SIM102
+                    if chunk == NUM_CHUNKS // 2:
+                        decode_strip(
+                            next_strip, scales, held[0], held[1], next_ranges, next_n_tile, 0,
+                            N, C, C, GROUPS, GATE, BLOCK_N,
+                        )  # fmt: skip
             acc, _ = hopper.warpgroup_mma_wait(1, deps=[acc, busy])  # what products read keeps its registers until then
             busy = left
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, busy])
     barrier()  # the next tile's copies overwrite what the other warpgroup's products read
+    if not TWO_STRIPS and len(scales) == 4:
+        decode_strip(next_strip, scales, held[0], held[1], next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N)
     return acc
 
 
 @gluon.jit
 def tile_sums(
-    x_ptr, w_ptr, scales_ptr, gather_ptr, tile, num_sources, num_experts, smem,
-    N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
+    x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip, held, next_ranges,
+    next_n_tile, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+    TWO_STRIPS: gl.constexpr,
 ):  # fmt: skip
-    """Unscaled sums [BLOCK_N, BLOCK_T] of `tile` (expert, first row, end row, n_tile)."""
-    expert, first, end, n_tile = tile
+    """Unscaled sums [BLOCK_N, BLOCK_T] of `tile`."""
     acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, wgmma_layout(gl.num_warps(), BLOCK_T))
-    if expert < num_experts:
+    if tile[0] < num_experts:
         ROWS: gl.constexpr = word_rows_layout(BLOCK_T, 8 * GROUPS, gl.num_warps())
         tokens = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ROWS))
-        sources = source_rows(tokens, gather_ptr, first, end, num_sources)
+        sources = source_rows(tokens, gather_ptr, tile, num_sources)
         sources = gl.full([2, BLOCK_T], 0, gl.int32, ROWS) + sources[None, :]
         X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
         sources = gl.convert_layout(sources.reshape([2 * BLOCK_T]), gl.SliceLayout(1, X_COPY), assert_trivial=True)
         acc = multiply(
-            acc, x_ptr, w_ptr, scales_ptr, sources, expert.to(gl.int64), n_tile, smem,
-            N, K, GATE, SWIZZLED, GROUPS, STAGES,
+            acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, held, next_ranges, next_n_tile,
+            N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, STAGES, TWO_STRIPS,
+        )  # fmt: skip
+    elif len(scales) == 4:
+        barrier()
+        decode_strip(
+            next_strip, scales, held[0], held[1], next_ranges, next_n_tile, 0,
+            N, K // 16, K // 16, GROUPS, GATE, BLOCK_N,
         )  # fmt: skip
     return acc
 
 
+@gluon.jit
+def scales_of(tile, num_experts):
+    """A tile whose scales exist, where `tile` may be one of no expert."""
+    return gl.minimum(tile[0], num_experts - 1), tile[1], tile[2], tile[3]
+
+
 @gluon.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
 def nvfp4_wgmma_kernel(
-    x_ptr, x_global_ptr, w_ptr, scales_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
+    x_ptr, x_global_ptr, w_ptr, scales, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
     expert_start_ptr, expert_ids_ptr, gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr, SWIZZLED: gl.constexpr,
     X_GLOBAL_PER_ROW: gl.constexpr, ROUNDED: gl.constexpr, BLOCK_E: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As `nvfp4_gemm_kernel`, on permuted activations. A tile of few rows is multiplied as one of BLOCK_T / 4."""
-    N_TILES: gl.constexpr = (N + (BLOCK_N // 2 if GATE else BLOCK_N) - 1) // (BLOCK_N // 2 if GATE else BLOCK_N)
+    """As `nvfp4_gemm_kernel`, on permuted activations. A tile of few rows is multiplied as one of BLOCK_T / 4.
+
+    Of compressed scales, the next tile's are loaded before this tile is multiplied, and decoded meanwhile.
+    """
+    C: gl.constexpr = K // 16
+    OUT_N: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+    N_TILES: gl.constexpr = (N + OUT_N - 1) // OUT_N
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    smem = (
-        gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2)),
-        gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-        gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2)),
-    )
+    COMPRESSED: gl.constexpr = len(scales) == 4
+    STRIP: gl.constexpr = BLOCK_N * strip_stride(C, GROUPS)
+    TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT
+    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2))
+    w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
+    if COMPRESSED:
+        smem = (x_smem, w_smem)
+        strip = new_strip(num_rows, 2 * BLOCK_N if TWO_STRIPS else BLOCK_N, C, GROUPS)
+        next_strip = strip + STRIP if TWO_STRIPS else strip
+    else:
+        S_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        smem = (x_smem, w_smem, gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], S_LAYOUT))
+        strip = 0
+        next_strip = 0
     tile_ends = 0
     if expert_start_ptr is not None:
         tile_ends = group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T)
@@ -198,20 +245,38 @@ def nvfp4_wgmma_kernel(
     else:
         row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
 
-    for index in range(gl.program_id(0), row_tiles * N_TILES, gl.num_programs(0)):
-        expert, first, end = locate(
-            index // N_TILES, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, BLOCK_T
-        )
-        tile = (expert, first, end, index % N_TILES)
-        is_small = end - first <= BLOCK_T // 4
+    pid = gl.program_id(0)
+    tile = find_tile(pid, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T)
+    if COMPRESSED:
+        first = scales_of(tile, num_experts)
+        ranges = exception_ranges(scales, first, N, C, GATE, BLOCK_N)
+        windows = load_windows(scales, first, 0, N, C, C, GATE, BLOCK_N)
+        exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
+        decode_strip(strip, scales, windows, exceptions, ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+    for index in range(pid, row_tiles * N_TILES, gl.num_programs(0)):
+        following = find_tile(
+            index + gl.num_programs(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts,
+            N_TILES, BLOCK_T,
+        )  # fmt: skip
+        next_ranges = ()
+        next_held = ()
+        if COMPRESSED:
+            source = scales_of(following, num_experts)
+            next_ranges = exception_ranges(scales, source, N, C, GATE, BLOCK_N)
+            windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
+            next_held = (windows, load_exceptions(scales, next_ranges, 0, BLOCK_N, C))
+        is_small = tile[2] - tile[1] <= BLOCK_T // 4
         for part in gl.static_range(1, 5, 3):
             if is_small == (part == 4):
                 sums = tile_sums(
-                    x_ptr, w_ptr, scales_ptr, gather_ptr, tile, num_sources, num_experts, smem,
-                    N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part, STAGES,
+                    x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip,
+                    next_held, next_ranges, following[3], N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part, STAGES,
+                    TWO_STRIPS,
                 )  # fmt: skip
                 store_tile(
                     sums, tile, x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
                     gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu, operand_shift(DTYPE),
                     N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW, ROUNDED,
                 )  # fmt: skip
+        tile = following
+        strip, next_strip = next_strip, strip

@@ -1,0 +1,269 @@
+"""Compressed scales of one weight tile, decoded into a strip of shared memory: bytes [BLOCK_N, STRIDE], rows padded.
+
+A strip holds a slice of the tile's columns: all of them, or where rows are long, an equal part at a time. Its codes,
+bases and exceptions are loaded (`load_windows`, `load_exceptions`) and become bytes: every window first, then, after a
+barrier, the exceptions over them (`decode_strip`). Products then read the same bytes as from a dense plane
+(`strip_pairs`). A lane decodes whole rows, or an equal part of one, so that it needs few bases and addresses.
+
+Exceptions go to computed addresses, which Gluon's shared memory does not take, so the strip is a shared variable of its
+own, declared and addressed in PTX.
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from . import configs
+from .tiles import barrier, group_layout
+
+STRIP_LIMIT = gl.constexpr(configs.MAX_STRIP_BYTES)
+strip_cols = gluon.constexpr_function(configs.strip_cols)
+strip_stride = gluon.constexpr_function(configs.strip_stride)
+
+OFFSET_TILE = gl.constexpr(1024)
+"""Scale bytes between two exception offsets (csf/scales.py)."""
+
+POSITION_BITS = gl.constexpr(24)
+
+
+def _decode_words(count: int) -> str:
+    """PTX: the bytes of `count` words of 8 codes, to shared address $1; $2 is the base, in every byte."""
+    lines = ["{", f".reg .b32 l, h, r<{2 * count}>;"]
+    for i in range(count):
+        lines += [f"and.b32 l, ${3 + i}, 0x0F0F0F0F;", f"shr.u32 h, ${3 + i}, 4;", "and.b32 h, h, 0x0F0F0F0F;"]
+        for half, order in enumerate((0x5140, 0x7362)):
+            lines += [f"prmt.b32 r{2 * i + half}, l, h, {order:#x};"]
+            lines += [f"add.u32 r{2 * i + half}, r{2 * i + half}, $2;"]
+    registers = ", ".join(f"r{i}" for i in range(2 * count))
+    return "\n".join([*lines, f"st.shared.v{2 * count}.b32 [$1], {{{registers}}};", "mov.b32 $0, 0;", "}"])
+
+
+DECODE_ONE = gl.constexpr(_decode_words(1))
+DECODE_TWO = gl.constexpr(_decode_words(2))
+STORE_BYTE = gl.constexpr("""{
+.reg .pred p;
+setp.ge.s32 p, $1, 0;
+@p st.shared.u8 [$1], $2;
+mov.b32 $0, 0;
+}""")
+STORE_ZERO = gl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
+
+
+@gluon.constexpr_function
+def declaration(num_bytes: int) -> str:
+    return f".shared .align 16 .b8 csf_strip[{num_bytes}];\nmov.u32 $0, csf_strip;"
+
+
+@gluon.constexpr_function
+def load_pairs(count: int) -> str:
+    """PTX: $0.. <- `count` consecutive pairs of scale bytes."""
+    if count == 1:
+        return "ld.shared.b16 $0, [$1];"
+    outputs = ", ".join(f"${i}" for i in range(count))
+    return f"ld.shared.v{count}.b16 {{{outputs}}}, [${count}];"
+
+
+@gluon.constexpr_function
+def row_parts(BLOCK_N: int, COLS: int, num_warps: int) -> int:
+    """Lanes that share a row."""
+    parts = 1
+    while 2 * parts * BLOCK_N <= 32 * num_warps and COLS // 8 % (2 * parts) == 0:
+        parts *= 2
+    return parts
+
+
+@gluon.constexpr_function
+def word_vector(words: int) -> int:
+    """Of a lane's `words` of codes, how many one load takes."""
+    return min(4, words & -words)
+
+
+@gluon.constexpr_function
+def exception_block(BLOCK_N: int, C: int, num_warps: int) -> int:
+    """Exceptions held in registers: 1.25 % of a tile's scales; what is beyond is loaded when its turn comes."""
+    block = 32 * num_warps
+    while block < BLOCK_N * C // 80:
+        block *= 2
+    return block
+
+
+@gluon.jit
+def call(asm: gl.constexpr, constraints: gl.constexpr, operands):
+    """For its effect on shared memory."""
+    gl.inline_asm_elementwise(asm, constraints, operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def new_strip(num_rows, BLOCK_N: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.constexpr):
+    """Shared address of the strip. Once a kernel, outside loops. `num_rows`: any int32 scalar."""
+    STRIDE: gl.constexpr = strip_stride(COLS, GROUPS)
+    strip = gl.inline_asm_elementwise(
+        declaration(BLOCK_N * STRIDE), "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1
+    )
+    if COLS % GROUPS != 0:  # what lies past a row's end is multiplied by zeros, and must not be NaN
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        for i in gl.static_range(BLOCK_N * STRIDE // 512):
+            call(STORE_ZERO, "=r,r", [strip + i * 512 + 4 * gl.arange(0, 128, LAYOUT)])
+    return strip
+
+
+@gluon.jit
+def strip_row(row, half, GATE: gl.constexpr):
+    """Row of the strip of a row of its half: with GATE, 8 rows of gate alternate with their 8 rows of up."""
+    return row // 8 * 16 + half * 8 + row % 8 if GATE else row
+
+
+@gluon.jit
+def exception_ranges(csf, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(first, end) of the exceptions of a tile's rows, and of its up rows, give or take those of an offset tile."""
+    expert, _, _, n_tile = tile
+    PLANE: gl.constexpr = 2 * N * C if GATE else N * C
+    ROWS: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+    offsets_ptr = csf[3] + expert * ((PLANE + OFFSET_TILE - 1) // OFFSET_TILE)
+    ranges = ()
+    for half in gl.static_range(2):
+        first = (half * N + n_tile * ROWS) * C
+        end = gl.minimum(first + ROWS * C, (half + 1) * N * C)
+        if GATE or half == 0:
+            first = gl.load(offsets_ptr + first // OFFSET_TILE)
+            end = gl.load(offsets_ptr + (end + OFFSET_TILE - 1) // OFFSET_TILE)
+        else:
+            first = 0
+            end = 0
+        ranges = ranges + (first, end)  # noqa: RUF005 (Triton tuples do not unpack)
+    return ranges
+
+
+@gluon.jit
+def load_windows(
+    csf, tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """(bases, words of codes) of COLS columns of a tile's rows, in registers."""
+    expert, _, _, n_tile = tile
+    W: gl.constexpr = gl.num_warps()
+    PARTS: gl.constexpr = row_parts(BLOCK_N, COLS, W)
+    WORDS: gl.constexpr = COLS // 8 // PARTS
+    V: gl.constexpr = word_vector(WORDS)
+    HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+    HALVES: gl.constexpr = 2 if GATE else 1
+    VECTOR: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [W, 1], [1, 0])
+    segment = gl.arange(0, BLOCK_N * PARTS, gl.SliceLayout(1, VECTOR))
+    row = segment // PARTS % HALF
+    plane_row = segment // (PARTS * HALF) * N + row
+    first_row = expert.to(gl.int64) * (HALVES * N) + n_tile * HALF
+    ok = n_tile * HALF + row < N if N % HALF != 0 else row >= 0
+
+    base = gl.load(csf[0] + first_row + plane_row, mask=ok, other=0)
+    words_ptr = csf[1] + (first_row * (C // 8) + first_col // 8)
+    offsets = (plane_row.to(gl.int64) * (C // 8) + segment % PARTS * WORDS)[:, None]
+    offsets = offsets + gl.arange(0, V, gl.SliceLayout(0, VECTOR)).to(gl.int64)[None, :]
+    words = ()
+    for i in gl.static_range(WORDS // V):
+        vector = gl.load(words_ptr + offsets + i * V, mask=ok[:, None], other=0)
+        if V == 1:
+            words = words + (vector.reshape([BLOCK_N * PARTS]),)  # noqa: RUF005 (Triton tuples do not unpack)
+        elif V == 2:
+            words = words + gl.split(vector)
+        else:
+            even, odd = gl.split(vector.reshape([BLOCK_N * PARTS, 2, 2]))
+            first, third = gl.split(even)
+            second, fourth = gl.split(odd)
+            words = words + (first, second, third, fourth)  # noqa: RUF005
+    return base, words
+
+
+@gluon.jit
+def load_exceptions(csf, ranges, begin, BLOCK_N: gl.constexpr, C: gl.constexpr):
+    """(exception words, half, whether they exist) from place `begin` of a tile's exceptions, gate before up."""
+    index = begin + gl.arange(
+        0, exception_block(BLOCK_N, C, gl.num_warps()), gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    )
+    first = ranges[1] - ranges[0]
+    half = (index >= first).to(gl.int32)
+    exists = index < first + (ranges[3] - ranges[2])
+    place = index + gl.where(half == 1, ranges[2] - first, ranges[0])
+    return gl.load(csf[2] + place, mask=exists, other=0), half, exists
+
+
+@gluon.jit
+def store_windows(strip, windows, COLS: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Store what `load_windows` holds as bytes. Every warp must be done with the strip."""
+    base, words = windows
+    LANES: gl.constexpr = base.type.layout
+    PARTS: gl.constexpr = row_parts(BLOCK_N, COLS, gl.num_warps())
+    HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+    segment = gl.arange(0, BLOCK_N * PARTS, LANES)
+    row = strip_row(segment // PARTS % HALF, segment // (PARTS * HALF), GATE)
+    address = strip + row * strip_stride(COLS, GROUPS) + segment % PARTS * (COLS // PARTS)
+    base = base.to(gl.int32) * 0x01010101
+    STEP: gl.constexpr = 2 if len(words) % 2 == 0 else 1
+    for i in gl.static_range(0, len(words), STEP):
+        first = gl.convert_layout(words[i], LANES, assert_trivial=True)
+        if STEP == 2:
+            second = gl.convert_layout(words[i + 1], LANES, assert_trivial=True)
+            call(DECODE_TWO, "=r,r,r,r,r", [address + 8 * i, base, first, second])
+        else:
+            call(DECODE_ONE, "=r,r,r,r", [address + 8 * i, base, first])
+
+
+@gluon.jit
+def patch_strip(
+    strip, exceptions, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.constexpr,
+    GATE: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Store those of `exceptions` that lie in the tile's rows and the strip's columns."""
+    words, half, exists = exceptions
+    HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+    position = (words & ((1 << POSITION_BITS) - 1)) - (half * N + n_tile * HALF) * C
+    exists = exists & (position >= 0) & (position < HALF * C)
+    if N % HALF != 0:
+        exists = exists & (n_tile * (HALF * C) + position < N * C)
+    row = position // C
+    col = position % C
+    if COLS != C:
+        col = col - first_col
+        exists = exists & (col >= 0) & (col < COLS)
+    address = strip + strip_row(row, half, GATE) * strip_stride(COLS, GROUPS) + col
+    value = (words.to(gl.uint32, bitcast=True) >> POSITION_BITS).to(gl.int32)
+    call(STORE_BYTE, "=r,r,r", [gl.where(exists, address, -1), value])
+
+
+@gluon.jit
+def decode_strip(
+    strip, csf, windows, exceptions, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
+    GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Decode loaded windows and exceptions, and what further exceptions there are. Every warp must be done with the
+    strip; ends with a barrier."""
+    store_windows(strip, windows, COLS, GROUPS, GATE, BLOCK_N)
+    barrier()
+    patch_strip(strip, exceptions, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+    BLOCK_X: gl.constexpr = exceptions[0].shape[0]
+    for begin in range(BLOCK_X, ranges[1] - ranges[0] + ranges[3] - ranges[2], BLOCK_X):
+        late = load_exceptions(csf, ranges, begin, BLOCK_N, C)
+        patch_strip(strip, late, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+    barrier()
+
+
+@gluon.jit
+def strip_pairs(strip, chunk, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, COLS: gl.constexpr):
+    """The pairs of scale bytes of a chunk's groups, int16 [BLOCK_N, G/2] in `group_layout`."""
+    OWN: gl.constexpr = GROUPS // 8
+    QUAD: gl.constexpr = group_layout(BLOCK_N, 4, gl.num_warps())
+    row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, QUAD))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, QUAD))
+    address = (strip + chunk * GROUPS) + ((row * strip_stride(COLS, GROUPS))[:, None] + (lane * (GROUPS // 4))[None, :])
+    asm: gl.constexpr = load_pairs(OWN)
+    if OWN == 1:
+        pairs = gl.inline_asm_elementwise(asm, "=h,r", [address], dtype=gl.int16, is_pure=False, pack=1)
+    elif OWN == 2:
+        a, b = gl.inline_asm_elementwise(asm, "=h,=h,r", [address], dtype=(gl.int16,) * 2, is_pure=False, pack=1)
+        pairs = gl.join(a, b).reshape([BLOCK_N, 8])
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            asm, "=h,=h,=h,=h,r", [address], dtype=(gl.int16,) * 4, is_pure=False, pack=1
+        )
+        pairs = gl.join(gl.join(a, c), gl.join(b, d)).reshape([BLOCK_N, 16])
+    return gl.convert_layout(pairs, group_layout(BLOCK_N, GROUPS // 2, gl.num_warps()), assert_trivial=True)
