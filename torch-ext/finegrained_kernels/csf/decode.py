@@ -6,6 +6,8 @@ Bytes are opaque: nothing here converts them to numbers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Optional
 
 import torch
@@ -69,13 +71,22 @@ def decompress_nvfp4_csf_scales(
         workspace = new(size, dtype=torch.uint8, device=scales.device)
     else:
         _check_workspace(workspace, scales, size)
-    out = workspace.view(-1)[:size]
-    decode = ops.csf_decode if torch.compiler.is_compiling() else csf_decode
-    decode(
-        scales.bases, scales.codes, scales.exceptions, scales.exception_offsets, out, expert_start, swizzled, max_active
-    )  # fmt: skip
+    tensors = (scales.bases, scales.codes, scales.exceptions, scales.exception_offsets)
     plane_shape = swizzled_shape(num_rows, num_cols) if swizzled else (num_rows, num_cols)
-    return out.view(torch.float8_e4m3fn).view(num_planes, *plane_shape)
+    if torch.compiler.is_compiling():
+        out = workspace.view(-1)[:size]
+        ops.csf_decode(*tensors, out, expert_start, swizzled, max_active)
+        return out.view(torch.float8_e4m3fn).view(num_planes, *plane_shape)
+    csf_decode(*tensors, workspace, expert_start, swizzled, max_active)
+    return _first_bytes(workspace, (num_planes, *plane_shape)).view(torch.float8_e4m3fn)
+
+
+def _first_bytes(workspace: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The first bytes of a contiguous workspace, of `shape`, in one view: several would cost more than a launch."""
+    strides = [1]
+    for extent in shape[:0:-1]:
+        strides.append(strides[-1] * extent)
+    return workspace.as_strided(shape, strides[::-1])
 
 
 def _check_workspace(workspace: torch.Tensor, scales: NVFP4CSFScales, size: int) -> None:
@@ -115,13 +126,22 @@ def csf_decode(
     swizzled: bool,
     max_active: Optional[int] = None,  # noqa: UP045
 ) -> None:
-    """Decode into `out`, uint8 `[workspace size]`. Arguments are the validated ones of the public function."""
+    """Decode into the first bytes of `out`. Arguments are the validated ones of the public function."""
     if out.device.type != "cpu":
-        from .decode_triton import launch_decode
-
+        launch_decode = _gpu_decoder()
         launch_decode(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, max_active)
     else:
-        _decode_torch(NVFP4CSFScales(bases, codes, exceptions, exception_offsets), out, expert_start, swizzled)
+        scales = NVFP4CSFScales(bases, codes, exceptions, exception_offsets)
+        out = out.view(-1)[: csf_workspace_size(scales, swizzled=swizzled)]
+        _decode_torch(scales, out, expert_start, swizzled)
+
+
+@functools.lru_cache(maxsize=None)
+def _gpu_decoder() -> Callable[..., None]:
+    """Imported where there is a GPU, as CPU builds of torch come without triton, and once: the statement has a cost."""
+    from .decode_triton import launch_decode
+
+    return launch_decode
 
 
 # The op of compiled code. Eager calls go to the function itself: dispatch would cost more than the launch.
@@ -133,9 +153,7 @@ def _(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, 
     return None
 
 
-def _decode_torch(
-    scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch.Tensor | None, swizzled: bool
-) -> None:
+def _decode_torch(scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch.Tensor | None, swizzled: bool) -> None:
     """The same bytes as the kernel, by torch operators, a cache-sized run of planes at a time."""
     num_planes, num_rows, num_cols = scales.shape
     if expert_start is None:
