@@ -1,4 +1,5 @@
-"""Encode scale planes on a GPU: one kernel chooses bases and writes codes, a second collects the exceptions in order.
+"""Encode scale planes on a GPU: one kernel chooses bases and writes codes, one sums the exceptions a row, and one
+collects them in order.
 
 Bytes moved: every scale byte twice (once a kernel), 0.5 and a base a row written, 4 an exception. The host waits
 once, to learn how many exceptions there are.
@@ -16,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import on_device
 from ..formats import NVFP4_CSF
+from ..launching import bind
 
 EACH = tl.constexpr(0x01010101)
 """Multiplier that puts one value into each of four bytes."""
@@ -178,17 +179,33 @@ def encode_kernel(
     tl.store(row_counts_ptr + rows, num_outside, mask=mask_r)
 
 
+@triton.jit
+def scan_kernel(row_counts_ptr, plane_counts_ptr, NUM_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn a plane's exceptions a row into where each row's end, from the plane's first on, and store their sum."""
+    plane = tl.program_id(0).to(tl.int64)
+    row_counts_ptr += plane * NUM_ROWS
+    seen = 0
+    for first in range(0, NUM_ROWS, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        counts = tl.load(row_counts_ptr + rows, mask=rows < NUM_ROWS, other=0)
+        tl.store(row_counts_ptr + rows, seen + tl.cumsum(counts), mask=rows < NUM_ROWS)
+        seen += tl.sum(counts)
+    tl.store(plane_counts_ptr + plane, seen)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def collect_kernel(
-    planes_ptr, fixed_ptr, row_ends_ptr, words_ptr, num_rows,
+    planes_ptr, fixed_ptr, row_ends_ptr, plane_ends_ptr, words_ptr, num_rows,
     NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write the exception words of `BLOCK_R` rows, each row's from where the row before it ends, in order."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < num_rows
-    begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows > 0), other=0)
+    begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows % NUM_ROWS > 0), other=0)
     mask_r = mask_r & (tl.load(row_ends_ptr + rows, mask=mask_r, other=0) > begin)
+    plane = rows // NUM_ROWS
+    begin += tl.load(plane_ends_ptr + plane - 1, mask=mask_r & (plane > 0), other=0)
     base = tl.load(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, mask=mask_r, other=0).to(tl.int32)
     for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
         word = i_word + tl.arange(0, BLOCK_W)[None, :]
@@ -220,6 +237,11 @@ def encode_config(num_cols: int) -> dict[str, int]:
     return {"BLOCK_R": 32 if block_w == 8 else 64, "BLOCK_W": block_w, "num_warps": 2}
 
 
+def scan_config(num_rows: int) -> dict[str, int]:
+    """Constants of `scan_kernel`."""
+    return {"BLOCK": min(1024, triton.next_power_of_2(num_rows)), "num_warps": 4}
+
+
 def collect_config(num_cols: int) -> dict[str, int]:
     """Constants of `collect_kernel`: a thread a row, so that ranks are counted without shuffles."""
     return {"BLOCK_R": 64, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 2}
@@ -231,36 +253,48 @@ def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[i
     if planes.data_ptr() % 4:
         planes = planes.clone()
     fixed = planes.new_empty(num_planes, NVFP4_CSF.fixed_bytes(num_rows, num_cols))
-    row_counts = planes.new_empty(num_planes, num_rows, dtype=torch.int32)
-    launch_encode(planes, fixed, row_counts)
-    counts = row_counts.sum(1)
-    row_ends = row_counts.view(-1).cumsum(0)
-    counts = counts.tolist()
+    row_ends = planes.new_empty(num_planes, num_rows, dtype=torch.int32)
+    launch_encode(planes, fixed, row_ends)
+    plane_counts = planes.new_empty(num_planes, dtype=torch.int32)
+    launch_scan(row_ends, plane_counts)
+    plane_ends = plane_counts.cumsum(0)
+    counts = plane_counts.tolist()
     words = planes.new_empty(sum(counts), dtype=torch.int32)
-    launch_collect(planes, fixed, row_ends, words)
+    launch_collect(planes, fixed, row_ends, plane_ends, words)
     return fixed, words, counts
 
 
 def launch_encode(planes: torch.Tensor, fixed: torch.Tensor, row_counts: torch.Tensor, **overrides: int) -> None:
+    """Write `fixed [E, bytes]`, and how many exceptions each row has, `row_counts` int32 `[E, N]`."""
     num_planes, num_rows, num_cols = planes.shape
     config = {**encode_config(num_cols), **overrides}
-    with on_device(planes.device):
-        encode_kernel[(triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)](
-            planes, fixed, row_counts, num_planes * num_rows,
-            NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
-            **config,
-        )  # fmt: skip
+    kernel = bind(encode_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
+    kernel((triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),), planes, fixed, row_counts, num_planes * num_rows)
+
+
+def launch_scan(row_counts: torch.Tensor, plane_counts: torch.Tensor) -> None:
+    """Sum `row_counts` along each plane, in place, and put the planes' sums into `plane_counts` int32 `[E]`."""
+    num_planes, num_rows = row_counts.shape
+    kernel = bind(scan_kernel, NUM_ROWS=num_rows, **scan_config(num_rows))
+    kernel((num_planes,), row_counts, plane_counts)
 
 
 def launch_collect(
-    planes: torch.Tensor, fixed: torch.Tensor, row_ends: torch.Tensor, words: torch.Tensor, **overrides: int
+    planes: torch.Tensor,
+    fixed: torch.Tensor,
+    row_ends: torch.Tensor,
+    plane_ends: torch.Tensor,
+    words: torch.Tensor,
+    **overrides: int,
 ) -> None:
+    """Write the exception `words`; `plane_ends` int64 `[E]` sums the planes' counts."""
     num_planes, num_rows, num_cols = planes.shape
     config = {**collect_config(num_cols), **overrides}
-    with on_device(planes.device):
-        collect_kernel[(triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)](
-            planes, fixed, row_ends, words, num_planes * num_rows,
-            NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
-            POSITION_BITS=NVFP4_CSF.position_bits,
-            **config,
-        )  # fmt: skip
+    kernel = bind(
+        collect_kernel,
+        NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
+        POSITION_BITS=NVFP4_CSF.position_bits,
+        **config,
+    )  # fmt: skip
+    grid = (triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)
+    kernel(grid, planes, fixed, row_ends, plane_ends, words, num_planes * num_rows)
