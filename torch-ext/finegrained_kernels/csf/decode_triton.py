@@ -95,7 +95,6 @@ def decode_launch(
     num_planes: int,
     num_rows: int,
     num_cols: int,
-    *,
     routed: bool,
     swizzled: bool,
     aligned: bool,
@@ -131,9 +130,11 @@ def launch_decode(
     """Launch on the current stream of `out`'s device. `out` may be longer than what is written, from its start."""
     num_planes, num_rows, half_cols = codes.shape
     shift = out.data_ptr() % (4 if swizzled else 8)
-    grid, kernel = decode_launch(
-        out.device, num_planes, num_rows, half_cols * 2, routed=expert_start is not None, swizzled=swizzled,
-        aligned=shift == 0, max_active=None if max_active is None else min(max_active, num_planes), **overrides,
+    if max_active is not None:
+        max_active = min(max_active, num_planes)
+    grid, kernel = decode_launch(  # by position: names would cost the CPU more than the lookup
+        out.device, num_planes, num_rows, half_cols * 2, expert_start is not None, swizzled, shift == 0, max_active,
+        **overrides,
     )  # fmt: skip
     if expert_start is None:
         expert_start = exception_offsets  # not read
