@@ -36,7 +36,8 @@ def load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS: tl.constexpr, BLOCK_
 @triton.jit
 def load_words(planes_ptr, rows, mask_r, word, NUM_COLS: tl.constexpr):
     """Four columns a word, from column `4 * word`, uint32; zero past the last column."""
-    mask = mask_r[:, None] & (word * 4 < NUM_COLS)
+    # Compared in words: Triton loads several at once only where it sees that they share their mask.
+    mask = mask_r[:, None] & (word < (NUM_COLS + 3) // 4)
     if NUM_COLS % 4 == 0:
         words_ptr = planes_ptr.to(tl.pointer_type(tl.uint32)) + rows[:, None] * (NUM_COLS // 4)
         words = tl.load(words_ptr + word, mask=mask, other=0)
@@ -168,9 +169,9 @@ def encode_kernel(
         num_outside += sum_bytes(outside)
         codes = (codes | (codes >> 4)) & 0x00FF00FF
         codes |= codes >> 8
-        mask = mask_r[:, None] & (word * 4 < NUM_COLS)
+        mask = mask_r[:, None] & (word < (NUM_COLS + 3) // 4)
         if NUM_COLS % 4 == 0:
-            pairs_ptr = fixed_ptr.to(tl.pointer_type(tl.uint16)) + codes_offs[:, None] // 2
+            pairs_ptr = (fixed_ptr + codes_offs[:, None]).to(tl.pointer_type(tl.uint16))
             tl.store(pairs_ptr + word, codes.to(tl.uint16), mask=mask)
         else:
             pairs_ptr = fixed_ptr + codes_offs[:, None] + 2 * word
