@@ -225,6 +225,42 @@ def collect_kernel(
         begin += tl.sum(count, axis=1)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def collect_by_bits_kernel(
+    planes_ptr, fixed_ptr, row_ends_ptr, plane_ends_ptr, words_ptr, num_rows,
+    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """As `collect_kernel`: 32 columns of a row become a mask, whose bits, few as they are, are taken one by one."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = rows < num_rows
+    begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows % NUM_ROWS > 0), other=0)
+    mask_r = mask_r & (tl.load(row_ends_ptr + rows, mask=mask_r, other=0) > begin)
+    plane = rows // NUM_ROWS
+    begin += tl.load(plane_ends_ptr + plane - 1, mask=mask_r & (plane > 0), other=0)
+    base = tl.load(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, mask=mask_r, other=0).to(tl.int32)
+    position = (rows % NUM_ROWS).to(tl.int32) * NUM_COLS
+    row_ptr = planes_ptr + rows * NUM_COLS
+    for i_word in range(0, (NUM_COLS + 3) // 4, 8):
+        left = tl.zeros((BLOCK_R,), tl.uint32)
+        for i_part in tl.static_range(8 // BLOCK_W):
+            nth = i_part * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+            words = load_words(planes_ptr, rows, mask_r, i_word + nth, NUM_COLS)
+            _, outside = split_codes(words, base, i_word + nth, NUM_COLS)
+            # The product brings bits 0, 8, 16 and 24 to 24, 25, 26 and 27; no two others meet.
+            left |= tl.sum(((outside * 0x01020408) >> 24 & 15) << (4 * nth).to(tl.uint32), axis=1)
+        left = tl.where(mask_r, left, 0)
+        while tl.max((left != 0).to(tl.int32)) > 0:
+            some = left != 0
+            lowest = left & (~left + 1)
+            col = 4 * i_word + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            value = tl.load(row_ptr + col, mask=some, other=0).to(tl.uint32)
+            exception = (value << POSITION_BITS) | (position + col).to(tl.uint32)
+            tl.store(words_ptr + begin, exception.to(tl.int32, bitcast=True), mask=some)
+            begin += some.to(tl.int32)
+            left ^= lowest
+
+
 def _block_words(num_cols: int, limit: int) -> int:
     """Words of a row to work on at a time: a power of two that wastes little of a row."""
     num_words = triton.cdiv(num_cols, 4)
@@ -246,6 +282,11 @@ def scan_config(num_rows: int) -> dict[str, int]:
 def collect_config(num_cols: int) -> dict[str, int]:
     """Constants of `collect_kernel`: a thread a row, so that ranks are counted without shuffles."""
     return {"BLOCK_R": 64, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 2}
+
+
+def collect_by_bits_config(num_cols: int) -> dict[str, int]:
+    """Constants of `collect_by_bits_kernel`: one warp, so that a vote, and no barrier, ends its inner loop."""
+    return {"BLOCK_R": 32, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 1}
 
 
 def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -286,13 +327,14 @@ def launch_collect(
     row_ends: torch.Tensor,
     plane_ends: torch.Tensor,
     words: torch.Tensor,
+    by_bits: bool = False,
     **overrides: int,
 ) -> None:
     """Write the exception `words`; `plane_ends` int64 `[E]` sums the planes' counts."""
     num_planes, num_rows, num_cols = planes.shape
-    config = {**collect_config(num_cols), **overrides}
+    config = {**(collect_by_bits_config if by_bits else collect_config)(num_cols), **overrides}
     kernel = bind(
-        collect_kernel,
+        collect_by_bits_kernel if by_bits else collect_kernel,
         NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
         POSITION_BITS=NVFP4_CSF.position_bits,
         **config,
