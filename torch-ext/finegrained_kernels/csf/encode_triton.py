@@ -95,7 +95,9 @@ def rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS: tl.constexpr, BLOCK_W:
         low = tl.zeros(rows.shape, tl.int64)
         for i_chunk in range(i_group, min(i_group + GROUP, CHUNKS)):
             value, mask = load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS, BLOCK_W)
-            depth = tl.where(mask, top[:, None] - value, 256)
+            depth = top[:, None] - value
+            if NUM_COLS % (4 * BLOCK_W) != 0:
+                depth = tl.where(mask, depth, 256)
             num_above += tl.sum((depth < 0).to(tl.int32), axis=1)
             num_inside += tl.sum(((depth >= 0) & (depth < 16)).to(tl.int32), axis=1)
             one = tl.full((1, 1), 1, tl.int64) << ((depth & 7) * 8).to(tl.int64)
@@ -269,9 +271,11 @@ def _block_words(num_cols: int, limit: int) -> int:
 
 
 def encode_config(num_cols: int) -> dict[str, int]:
-    """Constants of `encode_kernel`: wide rows are read four times, so fewer of them at once, or they leave L1."""
+    """Constants of `encode_kernel`: wide rows are read four times, so fewer of them at once, or they leave L1. One warp
+    has no barrier in its search; two spill on sm_80."""
     block_w = _block_words(num_cols, 8)
-    return {"BLOCK_R": 32 if block_w == 8 else 64, "BLOCK_W": block_w, "num_warps": 2}
+    rows, num_warps = (16, 1) if block_w == 8 else (64, 2)
+    return {"BLOCK_R": rows, "BLOCK_W": block_w, "num_warps": num_warps}
 
 
 def scan_config(num_rows: int) -> dict[str, int]:
