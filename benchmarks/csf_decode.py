@@ -128,13 +128,14 @@ def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions
     """What `compress` launches for `planes`, without the host's part, into memory of its own."""
     encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     fixed = torch.empty_like(fixed)
-    row_counts = planes.new_empty(planes.shape[:2], dtype=torch.int32)
+    row_ends = planes.new_empty(planes.shape[:2], dtype=torch.int32)
+    plane_counts = planes.new_empty(len(planes), dtype=torch.int32)
     words = planes.new_empty(sum(map(len, exceptions)), dtype=torch.int32)
 
     def call() -> None:
-        encode.launch_encode(planes, fixed, row_counts)
-        row_counts.sum(1)
-        encode.launch_collect(planes, fixed, row_counts.view(-1).cumsum(0), words)
+        encode.launch_encode(planes, fixed, row_ends)
+        encode.launch_scan(row_ends, plane_counts)
+        encode.launch_collect(planes, fixed, row_ends, plane_counts.cumsum(0), words)
 
     return call
 

@@ -52,7 +52,8 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
     decode_pointers = dict.fromkeys(("out_ptr", "bases_ptr", "codes_ptr"), "*u8")
     decode_pointers |= dict.fromkeys(("exceptions_ptr", "offsets_ptr", "expert_start_ptr"), "*i32")
     encode_pointers = {"planes_ptr": "*u8", "fixed_ptr": "*u8", "row_counts_ptr": "*i32"}
-    encode_pointers |= {"row_ends_ptr": "*i64", "words_ptr": "*i32"}
+    encode_pointers |= dict.fromkeys(("row_ends_ptr", "plane_counts_ptr", "words_ptr"), "*i32")
+    encode_pointers |= {"plane_ends_ptr": "*i64"}
     cases = []
     for shape, (rows, cols) in SHAPES.items():
         plane = {"NUM_ROWS": rows, "NUM_COLS": cols, "POSITION_BITS": csf.position_bits}
@@ -68,8 +69,8 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
             name = f"decode {shape} {layout}{routing}{'' if aligned else ' unaligned'}"
             constants = plane | config | flags | {"OFFSET_TILE": tile_bytes}
             cases.append(Case(name, decode.decode_kernel, constants, decode_pointers, warps))
-        for name in ("encode", "collect"):
-            config = getattr(encode, f"{name}_config")(cols)
+        for name, extent in (("encode", cols), ("scan", rows), ("collect", cols)):
+            config = getattr(encode, f"{name}_config")(extent)
             warps = config.pop("num_warps")
             constants = plane | config | {"SLAB_BYTES": csf.slab_bytes(cols)}
             cases.append(Case(f"{name} {shape}", getattr(encode, f"{name}_kernel"), constants, encode_pointers, warps))

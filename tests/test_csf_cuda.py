@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import itertools
+
 import pytest
 import torch
 
@@ -72,6 +76,63 @@ def test_replays_allocate_nothing_and_follow_the_routing(bundle, planes):
         expected = torch.where(active.bool()[:, None, None], planes, 0xA5).to(torch.uint8)
         assert_same(decoded, expected, "replayed")
         assert (workspace[:5] == 0xA5).all()
+
+
+def test_repeated_launches_take_the_binary_of_their_own_alignment(bundle, planes):
+    """Aligned, unaligned and aligned again, over and over; also where codes or exceptions lie at an odd place."""
+    scales = prepare(bundle, planes.cuda())
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
+        return memory[1:].view(tensor.shape).copy_(tensor)
+
+    odd = dataclasses.replace(scales, bases=moved(scales.bases), exceptions=moved(scales.exceptions))
+    memory = torch.empty(planes.numel() + 24, dtype=torch.uint8, device="cuda")
+    starts = expert_start(torch.ones(GEOMETRY[0], dtype=torch.int64)).cuda()
+    for _ in range(3):
+        for own, offset, routing in itertools.product((scales, odd), (0, 8, 1, 16, 3), (None, starts)):
+            memory.fill_(0)
+            decoded = bundle.decompress_nvfp4_csf_scales(own, workspace=memory[offset:], expert_start=routing)
+            assert decoded.data_ptr() == memory.data_ptr() + offset
+            assert_same(decoded, planes, f"from byte {offset}")
+
+
+def test_repeated_launches_skip_triton_but_not_its_hooks(bundle, planes):
+    """The direct way is taken at all, a profiler's hook still sees every launch, and the first may be in a capture."""
+    launching = importlib.import_module(f"{bundle.__name__}.launching")
+    decode = importlib.import_module(f"{bundle.__name__}.csf.decode_triton")
+    triton = pytest.importorskip("triton")
+    scales = prepare(bundle, planes.cuda())
+    workspace = torch.empty(planes.numel(), dtype=torch.uint8, device="cuda")
+    bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(decode.decode_kernel), "run", lambda *_, **__: pytest.fail("went through Triton"))
+        assert_same(bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace), planes, "decoded")
+    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 1
+    launching.bind.cache_clear()
+    decode.decode_launch.cache_clear()
+    workspace.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            decoded = bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace)
+    graph.replay()
+    assert_same(decoded, planes, "replayed")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_repeated_launches_on_two_devices_take_each_its_own_binary(bundle, planes):
+    scales = [prepare(bundle, planes.to(f"cuda:{index}")) for index in range(2)]
+    for index in [0, 1] * 4:
+        decoded = bundle.decompress_nvfp4_csf_scales(scales[index])
+        assert decoded.device.index == index
+        assert_same(decoded, planes, f"device {index}")
 
 
 def test_another_stream_is_used_and_two_do_not_mix(bundle, planes):

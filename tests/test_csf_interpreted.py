@@ -50,18 +50,24 @@ def decode_case(bundle: ModuleType, geometry: tuple[int, int, int], starts: list
 
 def encode_case(bundle: ModuleType, shape: tuple[int, int, int], scattered: bool) -> None:
     """Rows of one cluster with exceptions; or scattered bytes, for which all 241 bases have to be tried: slow."""
-    encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton").encode_gpu
+    encode_triton = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     rng = np.random.default_rng(sum(shape))
     planes = rng.integers(0, 256, shape) if scattered else rng.integers(100, 112, shape)
     planes = planes.astype(np.uint8)
     planes[:, ::4, -2] = 0x00  # where they do not move the first columns' mean, which would cost a search as well
     planes[:, 1::4, -1] = 0x7F
-    fixed, words, counts = encode(torch.from_numpy(planes))
-    words = words.split(counts)
-    for plane, values in enumerate(planes):
-        oracle_fixed, oracle_words = oracle_encode(values)
-        assert_same(fixed[plane].view(-1), oracle_fixed, f"fixed[{plane}]")
-        assert_same(words[plane], oracle_words, f"exceptions[{plane}]")
+    given = torch.from_numpy(planes)
+    fixed, words, counts = encode_triton.encode_gpu(given)
+    oracle_fixed, oracle_words = zip(*(oracle_encode(values) for values in planes), strict=True)
+    for plane, own in enumerate(words.split(counts)):
+        assert_same(fixed[plane].view(-1), oracle_fixed[plane], f"fixed[{plane}]")
+        assert_same(own, oracle_words[plane], f"exceptions[{plane}]")
+    rows = [(to_numpy(own).astype(np.int64) & 0xFFFFFF) // shape[2] for own in oracle_words]
+    row_ends = np.stack([np.bincount(own, minlength=shape[1]).cumsum() for own in rows]).astype(np.int32)
+    plane_ends = torch.from_numpy(row_ends[:, -1].astype(np.int64).cumsum())
+    by_bits = torch.full_like(words, -1)
+    encode_triton.launch_collect(given, fixed, torch.from_numpy(row_ends), plane_ends, by_bits, by_bits=True)
+    assert_same(by_bits, words, "exceptions by bits")
 
 
 CASES = {

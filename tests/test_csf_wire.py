@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -24,6 +25,17 @@ from numeric import (
 every_device = pytest.mark.parametrize("device", DEVICES)
 
 
+def in_one_storage(words: list[torch.Tensor], order: Iterable[int], gap: int = 0) -> list[torch.Tensor]:
+    """The planes' words as views of one storage, which starts with one that is nobody's, in this order."""
+    memory = words[0].new_empty(1 + sum(len(plane) + gap for plane in words), dtype=torch.int32)
+    views, begin = {}, 1
+    for plane in order:
+        views[plane] = memory[begin : begin + len(words[plane])]
+        views[plane].copy_(words[plane].view(torch.int32))
+        begin += len(words[plane]) + gap
+    return [views[plane].view(torch.uint32) for plane in range(len(words))]
+
+
 @every_device
 @pytest.mark.parametrize(
     "form",
@@ -37,8 +49,14 @@ every_device = pytest.mark.parametrize("device", DEVICES)
         lambda fixed, words: (fixed, [words[0].view(torch.int32), *words[1:]]),
         lambda fixed, words: (fixed.repeat(1, 2)[:, : fixed.shape[1]], words),
         lambda fixed, words: (fixed, [plane.view(torch.int32).repeat_interleave(2)[::2] for plane in words]),
+        lambda fixed, words: (fixed, in_one_storage(words, range(len(words)))),
+        lambda fixed, words: (fixed, in_one_storage(words, range(len(words)), gap=1)),
+        lambda fixed, words: (fixed, in_one_storage(words, reversed(range(len(words))))),
     ],
-    ids=["tensor", "tuple", "list", "2-D", "mixed ranks", "int32", "mixed words", "strided fixed", "strided words"],
+    ids=[
+        *("tensor", "tuple", "list", "2-D", "mixed ranks", "int32", "mixed words", "strided fixed", "strided words"),
+        *("one storage", "one storage with gaps", "one storage backwards"),
+    ],
 )
 def test_wire_forms_of_a_stack(bundle, device, form):
     stack = make_stack([7, 0, 19], 32, 10, seed=1).to(device)

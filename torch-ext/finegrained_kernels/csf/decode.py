@@ -6,6 +6,8 @@ Bytes are opaque: nothing here converts them to numbers.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Optional
 
 import torch
@@ -21,13 +23,23 @@ _CHUNK_BYTES = 1 << 20
 
 def csf_workspace_size(scales: NVFP4CSFScales, *, swizzled: bool = False) -> int:
     """Bytes that `decompress_nvfp4_csf_scales` writes for `scales`: `E * N * C`, or `E` padded swizzled planes."""
+    size, _, _ = _output_layout(scales, swizzled)
+    return size
+
+
+def _output_layout(scales: NVFP4CSFScales, swizzled: bool) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Bytes, shape and strides of the decoded scales."""
     if not isinstance(scales, NVFP4CSFScales):
         raise ValueError(f"scales must be NVFP4CSFScales of this bundle, got {type(scales).__name__}")
-    num_planes, num_rows, num_cols = scales.shape
-    size = num_planes
-    for extent in swizzled_shape(num_rows, num_cols) if swizzled else (num_rows, num_cols):
-        size *= extent
-    return size
+    num_planes, num_rows, half_cols = scales.codes.shape
+    num_cols = 2 * half_cols
+    if not swizzled:
+        plane = num_rows * num_cols
+        return num_planes * plane, (num_planes, num_rows, num_cols), (plane, num_cols, 1)
+    row_tiles, col_tiles, *tile = swizzled_shape(num_rows, num_cols)
+    row = col_tiles * tile[0] * tile[1]
+    strides = (row_tiles * row, row, tile[0] * tile[1], tile[1], 1)
+    return num_planes * strides[0], (num_planes, row_tiles, col_tiles, *tile), strides
 
 
 def decompress_nvfp4_csf_scales(
@@ -58,8 +70,7 @@ def decompress_nvfp4_csf_scales(
 
     Bytes moved: `E * (N + N * C / 2 + N * C)` and 4 an exception.
     """
-    size = csf_workspace_size(scales, swizzled=swizzled)
-    num_planes, num_rows, num_cols = scales.shape
+    size, shape, strides = _output_layout(scales, swizzled)
     if max_active is not None and (not isinstance(max_active, int) or max_active < 0):
         raise ValueError(f"max_active must be None or an int that is not negative, got {max_active!r}")
     if expert_start is not None:
@@ -69,13 +80,14 @@ def decompress_nvfp4_csf_scales(
         workspace = new(size, dtype=torch.uint8, device=scales.device)
     else:
         _check_workspace(workspace, scales, size)
-    out = workspace.view(-1)[:size]
-    decode = ops.csf_decode if torch.compiler.is_compiling() else csf_decode
-    decode(
-        scales.bases, scales.codes, scales.exceptions, scales.exception_offsets, out, expert_start, swizzled, max_active
-    )  # fmt: skip
-    plane_shape = swizzled_shape(num_rows, num_cols) if swizzled else (num_rows, num_cols)
-    return out.view(torch.float8_e4m3fn).view(num_planes, *plane_shape)
+    tensors = (scales.bases, scales.codes, scales.exceptions, scales.exception_offsets)
+    if torch.compiler.is_compiling():
+        out = workspace.view(-1)[:size]
+        ops.csf_decode(*tensors, out, expert_start, swizzled, max_active)
+        return out.view(torch.float8_e4m3fn).view(shape)
+    csf_decode(*tensors, workspace, expert_start, swizzled, max_active)
+    # Two views, as four would cost the CPU more than the launch.
+    return workspace.view(torch.float8_e4m3fn).as_strided(shape, strides)
 
 
 def _check_workspace(workspace: torch.Tensor, scales: NVFP4CSFScales, size: int) -> None:
@@ -115,13 +127,22 @@ def csf_decode(
     swizzled: bool,
     max_active: Optional[int] = None,  # noqa: UP045
 ) -> None:
-    """Decode into `out`, uint8 `[workspace size]`. Arguments are the validated ones of the public function."""
+    """Decode into the first bytes of `out`. Arguments are the validated ones of the public function."""
     if out.device.type != "cpu":
-        from .decode_triton import launch_decode
-
+        launch_decode = _gpu_decoder()
         launch_decode(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, max_active)
     else:
-        _decode_torch(NVFP4CSFScales(bases, codes, exceptions, exception_offsets), out, expert_start, swizzled)
+        scales = NVFP4CSFScales(bases, codes, exceptions, exception_offsets)
+        out = out.view(-1)[: csf_workspace_size(scales, swizzled=swizzled)]
+        _decode_torch(scales, out, expert_start, swizzled)
+
+
+@functools.lru_cache(maxsize=None)
+def _gpu_decoder() -> Callable[..., None]:
+    """Imported where there is a GPU, as CPU builds of torch come without triton, and once: the statement has a cost."""
+    from .decode_triton import launch_decode
+
+    return launch_decode
 
 
 # The op of compiled code. Eager calls go to the function itself: dispatch would cost more than the launch.

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import num_sms, on_device
+from ..device import num_sms
 from ..formats import NVFP4_CSF
+from ..launching import BoundKernel, bind
 from ..layouts import swizzled_shape
 from .decode_tiles import decode_row_tile, decode_swizzled_tile
 from .scales import TILE_BYTES
@@ -61,7 +62,6 @@ def decode_kernel(
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=None)
 def decode_config(
     num_sms: int, num_planes: int, num_rows: int, num_cols: int, *, routed: bool, swizzled: bool, max_active: int | None
 ) -> dict:
@@ -89,6 +89,33 @@ def decode_config(
     }
 
 
+@functools.lru_cache(maxsize=None)
+def decode_launch(
+    device: torch.device,
+    num_planes: int,
+    num_rows: int,
+    num_cols: int,
+    routed: bool,
+    swizzled: bool,
+    aligned: bool,
+    max_active: int | None,
+    **overrides: int,
+) -> tuple[tuple[int], BoundKernel]:
+    """Grid and kernel of one kind of launch. `overrides` replace entries of `decode_config`, for tuning."""
+    config = decode_config(
+        num_sms(device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled, max_active=max_active
+    )
+    config = {**config, **overrides}
+    grid = (config.pop("grid"),)
+    kernel = bind(
+        decode_kernel,
+        NUM_ROWS=num_rows, NUM_COLS=num_cols, OFFSET_TILE=TILE_BYTES, POSITION_BITS=NVFP4_CSF.position_bits,
+        SWIZZLED=swizzled, ALIGNED=aligned, ROUTED=routed,
+        **config,
+    )  # fmt: skip
+    return grid, kernel
+
+
 def launch_decode(
     bases: torch.Tensor,
     codes: torch.Tensor,
@@ -100,22 +127,15 @@ def launch_decode(
     max_active: int | None = None,
     **overrides: int,
 ) -> None:
-    """Launch on the current stream of `out`'s device. `overrides` replace entries of `decode_config`, for tuning."""
-    num_planes, num_rows = bases.shape
-    num_cols = codes.shape[2] * 2
-    routed = expert_start is not None
-    config = {
-        **decode_config(
-            num_sms(out.device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled, max_active=max_active
-        ),
-        **overrides,
-    }
+    """Launch on the current stream of `out`'s device. `out` may be longer than what is written, from its start."""
+    num_planes, num_rows, half_cols = codes.shape
     shift = out.data_ptr() % (4 if swizzled else 8)
-    with on_device(out.device):
-        decode_kernel[(config.pop("grid"),)](
-            out, bases, codes, exceptions, exception_offsets, expert_start if routed else exception_offsets,
-            num_planes, shift,
-            NUM_ROWS=num_rows, NUM_COLS=num_cols, OFFSET_TILE=TILE_BYTES, POSITION_BITS=NVFP4_CSF.position_bits,
-            SWIZZLED=swizzled, ALIGNED=shift == 0, ROUTED=routed,
-            **config,
-        )  # fmt: skip
+    if max_active is not None:
+        max_active = min(max_active, num_planes)
+    grid, kernel = decode_launch(  # by position: names would cost the CPU more than the lookup
+        out.device, num_planes, num_rows, half_cols * 2, expert_start is not None, swizzled, shift == 0, max_active,
+        **overrides,
+    )  # fmt: skip
+    if expert_start is None:
+        expert_start = exception_offsets  # not read
+    kernel(grid, out, bases, codes, exceptions, exception_offsets, expert_start, num_planes, shift)

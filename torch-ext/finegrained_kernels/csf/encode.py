@@ -51,7 +51,8 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
     else:
         encode = encode_torch
     fixed, words, counts = encode(planes)
-    exceptions = words.view(torch.uint32).split(counts)
+    # Unsafe only where gradients are: it makes 512 views in 2/3 of the time of split, while the GPU still writes them.
+    exceptions = torch.unsafe_split_with_sizes(words.view(torch.uint32), counts)
     return (fixed[0], exceptions[0]) if scales.dim() == 2 else (fixed, list(exceptions))
 
 

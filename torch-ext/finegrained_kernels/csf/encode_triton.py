@@ -1,4 +1,5 @@
-"""Encode scale planes on a GPU: one kernel chooses bases and writes codes, a second collects the exceptions in order.
+"""Encode scale planes on a GPU: one kernel chooses bases and writes codes, one sums the exceptions a row, and one
+collects them in order.
 
 Bytes moved: every scale byte twice (once a kernel), 0.5 and a base a row written, 4 an exception. The host waits
 once, to learn how many exceptions there are.
@@ -16,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import on_device
 from ..formats import NVFP4_CSF
+from ..launching import bind
 
 EACH = tl.constexpr(0x01010101)
 """Multiplier that puts one value into each of four bytes."""
@@ -35,7 +36,8 @@ def load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS: tl.constexpr, BLOCK_
 @triton.jit
 def load_words(planes_ptr, rows, mask_r, word, NUM_COLS: tl.constexpr):
     """Four columns a word, from column `4 * word`, uint32; zero past the last column."""
-    mask = mask_r[:, None] & (word * 4 < NUM_COLS)
+    # Compared in words: Triton loads several at once only where it sees that they share their mask.
+    mask = mask_r[:, None] & (word < (NUM_COLS + 3) // 4)
     if NUM_COLS % 4 == 0:
         words_ptr = planes_ptr.to(tl.pointer_type(tl.uint32)) + rows[:, None] * (NUM_COLS // 4)
         words = tl.load(words_ptr + word, mask=mask, other=0)
@@ -93,7 +95,9 @@ def rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS: tl.constexpr, BLOCK_W:
         low = tl.zeros(rows.shape, tl.int64)
         for i_chunk in range(i_group, min(i_group + GROUP, CHUNKS)):
             value, mask = load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS, BLOCK_W)
-            depth = tl.where(mask, top[:, None] - value, 256)
+            depth = top[:, None] - value
+            if NUM_COLS % (4 * BLOCK_W) != 0:
+                depth = tl.where(mask, depth, 256)
             num_above += tl.sum((depth < 0).to(tl.int32), axis=1)
             num_inside += tl.sum(((depth >= 0) & (depth < 16)).to(tl.int32), axis=1)
             one = tl.full((1, 1), 1, tl.int64) << ((depth & 7) * 8).to(tl.int64)
@@ -167,9 +171,9 @@ def encode_kernel(
         num_outside += sum_bytes(outside)
         codes = (codes | (codes >> 4)) & 0x00FF00FF
         codes |= codes >> 8
-        mask = mask_r[:, None] & (word * 4 < NUM_COLS)
+        mask = mask_r[:, None] & (word < (NUM_COLS + 3) // 4)
         if NUM_COLS % 4 == 0:
-            pairs_ptr = fixed_ptr.to(tl.pointer_type(tl.uint16)) + codes_offs[:, None] // 2
+            pairs_ptr = (fixed_ptr + codes_offs[:, None]).to(tl.pointer_type(tl.uint16))
             tl.store(pairs_ptr + word, codes.to(tl.uint16), mask=mask)
         else:
             pairs_ptr = fixed_ptr + codes_offs[:, None] + 2 * word
@@ -178,17 +182,33 @@ def encode_kernel(
     tl.store(row_counts_ptr + rows, num_outside, mask=mask_r)
 
 
+@triton.jit
+def scan_kernel(row_counts_ptr, plane_counts_ptr, NUM_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn a plane's exceptions a row into where each row's end, from the plane's first on, and store their sum."""
+    plane = tl.program_id(0).to(tl.int64)
+    row_counts_ptr += plane * NUM_ROWS
+    seen = 0
+    for first in range(0, NUM_ROWS, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        counts = tl.load(row_counts_ptr + rows, mask=rows < NUM_ROWS, other=0)
+        tl.store(row_counts_ptr + rows, seen + tl.cumsum(counts), mask=rows < NUM_ROWS)
+        seen += tl.sum(counts)
+    tl.store(plane_counts_ptr + plane, seen)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def collect_kernel(
-    planes_ptr, fixed_ptr, row_ends_ptr, words_ptr, num_rows,
+    planes_ptr, fixed_ptr, row_ends_ptr, plane_ends_ptr, words_ptr, num_rows,
     NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Write the exception words of `BLOCK_R` rows, each row's from where the row before it ends, in order."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < num_rows
-    begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows > 0), other=0)
+    begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows % NUM_ROWS > 0), other=0)
     mask_r = mask_r & (tl.load(row_ends_ptr + rows, mask=mask_r, other=0) > begin)
+    plane = rows // NUM_ROWS
+    begin += tl.load(plane_ends_ptr + plane - 1, mask=mask_r & (plane > 0), other=0)
     base = tl.load(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, mask=mask_r, other=0).to(tl.int32)
     for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
         word = i_word + tl.arange(0, BLOCK_W)[None, :]
@@ -207,6 +227,42 @@ def collect_kernel(
         begin += tl.sum(count, axis=1)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def collect_by_bits_kernel(
+    planes_ptr, fixed_ptr, row_ends_ptr, plane_ends_ptr, words_ptr, num_rows,
+    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """As `collect_kernel`: 32 columns of a row become a mask, whose bits, few as they are, are taken one by one."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = rows < num_rows
+    begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows % NUM_ROWS > 0), other=0)
+    mask_r = mask_r & (tl.load(row_ends_ptr + rows, mask=mask_r, other=0) > begin)
+    plane = rows // NUM_ROWS
+    begin += tl.load(plane_ends_ptr + plane - 1, mask=mask_r & (plane > 0), other=0)
+    base = tl.load(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, mask=mask_r, other=0).to(tl.int32)
+    position = (rows % NUM_ROWS).to(tl.int32) * NUM_COLS
+    row_ptr = planes_ptr + rows * NUM_COLS
+    for i_word in range(0, (NUM_COLS + 3) // 4, 8):
+        left = tl.zeros((BLOCK_R,), tl.uint32)
+        for i_part in tl.static_range(8 // BLOCK_W):
+            nth = i_part * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+            words = load_words(planes_ptr, rows, mask_r, i_word + nth, NUM_COLS)
+            _, outside = split_codes(words, base, i_word + nth, NUM_COLS)
+            # The product brings bits 0, 8, 16 and 24 to 24, 25, 26 and 27; no two others meet.
+            left |= tl.sum(((outside * 0x01020408) >> 24 & 15) << (4 * nth).to(tl.uint32), axis=1)
+        left = tl.where(mask_r, left, 0)
+        while tl.max((left != 0).to(tl.int32)) > 0:
+            some = left != 0
+            lowest = left & (~left + 1)
+            col = 4 * i_word + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            value = tl.load(row_ptr + col, mask=some, other=0).to(tl.uint32)
+            exception = (value << POSITION_BITS) | (position + col).to(tl.uint32)
+            tl.store(words_ptr + begin, exception.to(tl.int32, bitcast=True), mask=some)
+            begin += some.to(tl.int32)
+            left ^= lowest
+
+
 def _block_words(num_cols: int, limit: int) -> int:
     """Words of a row to work on at a time: a power of two that wastes little of a row."""
     num_words = triton.cdiv(num_cols, 4)
@@ -215,14 +271,26 @@ def _block_words(num_cols: int, limit: int) -> int:
 
 
 def encode_config(num_cols: int) -> dict[str, int]:
-    """Constants of `encode_kernel`: wide rows are read four times, so fewer of them at once, or they leave L1."""
+    """Constants of `encode_kernel`: wide rows are read four times, so fewer of them at once, or they leave L1. One warp
+    has no barrier in its search; two spill on sm_80."""
     block_w = _block_words(num_cols, 8)
-    return {"BLOCK_R": 32 if block_w == 8 else 64, "BLOCK_W": block_w, "num_warps": 2}
+    rows, num_warps = (16, 1) if block_w == 8 else (64, 2)
+    return {"BLOCK_R": rows, "BLOCK_W": block_w, "num_warps": num_warps}
+
+
+def scan_config(num_rows: int) -> dict[str, int]:
+    """Constants of `scan_kernel`."""
+    return {"BLOCK": min(1024, triton.next_power_of_2(num_rows)), "num_warps": 4}
 
 
 def collect_config(num_cols: int) -> dict[str, int]:
     """Constants of `collect_kernel`: a thread a row, so that ranks are counted without shuffles."""
     return {"BLOCK_R": 64, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 2}
+
+
+def collect_by_bits_config(num_cols: int) -> dict[str, int]:
+    """Constants of `collect_by_bits_kernel`: one warp, so that a vote, and no barrier, ends its inner loop."""
+    return {"BLOCK_R": 32, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 1}
 
 
 def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -231,36 +299,49 @@ def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[i
     if planes.data_ptr() % 4:
         planes = planes.clone()
     fixed = planes.new_empty(num_planes, NVFP4_CSF.fixed_bytes(num_rows, num_cols))
-    row_counts = planes.new_empty(num_planes, num_rows, dtype=torch.int32)
-    launch_encode(planes, fixed, row_counts)
-    counts = row_counts.sum(1)
-    row_ends = row_counts.view(-1).cumsum(0)
-    counts = counts.tolist()
+    row_ends = planes.new_empty(num_planes, num_rows, dtype=torch.int32)
+    launch_encode(planes, fixed, row_ends)
+    plane_counts = planes.new_empty(num_planes, dtype=torch.int32)
+    launch_scan(row_ends, plane_counts)
+    plane_ends = plane_counts.cumsum(0)
+    counts = plane_counts.tolist()
     words = planes.new_empty(sum(counts), dtype=torch.int32)
-    launch_collect(planes, fixed, row_ends, words)
+    launch_collect(planes, fixed, row_ends, plane_ends, words)
     return fixed, words, counts
 
 
 def launch_encode(planes: torch.Tensor, fixed: torch.Tensor, row_counts: torch.Tensor, **overrides: int) -> None:
+    """Write `fixed [E, bytes]`, and how many exceptions each row has, `row_counts` int32 `[E, N]`."""
     num_planes, num_rows, num_cols = planes.shape
     config = {**encode_config(num_cols), **overrides}
-    with on_device(planes.device):
-        encode_kernel[(triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)](
-            planes, fixed, row_counts, num_planes * num_rows,
-            NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
-            **config,
-        )  # fmt: skip
+    kernel = bind(encode_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
+    kernel((triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),), planes, fixed, row_counts, num_planes * num_rows)
+
+
+def launch_scan(row_counts: torch.Tensor, plane_counts: torch.Tensor) -> None:
+    """Sum `row_counts` along each plane, in place, and put the planes' sums into `plane_counts` int32 `[E]`."""
+    num_planes, num_rows = row_counts.shape
+    kernel = bind(scan_kernel, NUM_ROWS=num_rows, **scan_config(num_rows))
+    kernel((num_planes,), row_counts, plane_counts)
 
 
 def launch_collect(
-    planes: torch.Tensor, fixed: torch.Tensor, row_ends: torch.Tensor, words: torch.Tensor, **overrides: int
+    planes: torch.Tensor,
+    fixed: torch.Tensor,
+    row_ends: torch.Tensor,
+    plane_ends: torch.Tensor,
+    words: torch.Tensor,
+    by_bits: bool = False,
+    **overrides: int,
 ) -> None:
+    """Write the exception `words`; `plane_ends` int64 `[E]` sums the planes' counts."""
     num_planes, num_rows, num_cols = planes.shape
-    config = {**collect_config(num_cols), **overrides}
-    with on_device(planes.device):
-        collect_kernel[(triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)](
-            planes, fixed, row_ends, words, num_planes * num_rows,
-            NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
-            POSITION_BITS=NVFP4_CSF.position_bits,
-            **config,
-        )  # fmt: skip
+    config = {**(collect_by_bits_config if by_bits else collect_config)(num_cols), **overrides}
+    kernel = bind(
+        collect_by_bits_kernel if by_bits else collect_kernel,
+        NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
+        POSITION_BITS=NVFP4_CSF.position_bits,
+        **config,
+    )  # fmt: skip
+    grid = (triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)
+    kernel(grid, planes, fixed, row_ends, plane_ends, words, num_planes * num_rows)

@@ -196,7 +196,26 @@ def _gather_wire(
     counts = [words.numel() for words in exceptions]
     if sum(counts) > MAX_EXCEPTIONS:
         raise ValueError(f"exceptions: a stack holds at most {MAX_EXCEPTIONS}, got {sum(counts)}: split it")
-    return stream, torch.cat([words.view(torch.int32) for words in exceptions]), counts
+    return stream, _join_words(exceptions, counts), counts
+
+
+def _join_words(exceptions: Sequence[torch.Tensor], counts: list[int]) -> torch.Tensor:
+    """All words in a new int32 tensor. Those of `compress` follow each other in one storage and are copied at once."""
+    first, end = None, 0
+    for words, count in zip(exceptions, counts):
+        if not count:
+            continue
+        address = words.data_ptr()
+        if first is None:
+            first, end = words, address
+        if address != end or not words.is_contiguous():
+            break
+        end += 4 * count
+    else:
+        # Neighbours in memory that are not one storage end past it.
+        if first is not None and first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() >= end:
+            return first.as_strided((sum(counts),), (1,)).view(torch.int32).clone()
+    return torch.cat([words.view(torch.int32) for words in exceptions])
 
 
 _BYTES = (torch.uint8,)
