@@ -43,6 +43,42 @@ for scenario in chosen[::4]:
     table.check_scenario(bundle, part("nvfp4.reference"), scenario, "cpu")
 """
 
+SCALED = """
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+def operand(codes, scales):  # [rows, K / 2] bytes and [rows, K / 16] unsigned E4M3 to [rows, K]
+    assert scales.max() < 0x80, "the hardware knows no sign of a scale"
+    values = E2M1[np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)]
+    return values * torch.from_numpy(scales).view(torch.float8_e4m3fn).double().numpy().repeat(16, -1)
+
+def create_dot_scaled(self, a, a_scales, a_format, b, b_scales, b_format, fast_math, a_pack, b_pack, acc):
+    product = operand(a.data, a_scales.data) @ operand(b.data.T, b_scales.data).T
+    return interpreter.TensorHandle((product + acc.data).astype(np.float32), tl.float32)
+
+interpreter.InterpreterBuilder.create_dot_scaled = create_dot_scaled
+launch = part("nvfp4.launch")
+launch.uses_scaled_kernel = lambda gemm: not gemm.weight_only
+
+import test_nvfp4_gemm as table
+reference = part("nvfp4.reference")
+wanted = [s for s in table.BASE + table.PORTABLE if s.activation.startswith("w4a4")]
+wanted += [table.replace(s, activation="w4a4_rowwise", layout=s.layout) for s in table.SHAPES if s.tokens < 20]
+wanted += [s for s in table.ROUTINGS if s.activation.startswith("w4a4") and s.tokens < 20]
+chosen = table.pairwise([s for s in wanted if s.depth < 200 and s.cols < 100])
+for scenario in chosen:
+    table.check_scenario(bundle, reference, scenario, "cpu")
+
+problem = table.build(bundle, reference, table.Scenario(activation="w4a4_packed", gate="silu"), "cpu")
+a, b, a_scales, b_scales = problem.args
+want = bundle.matmul_grouped(*problem.args, **problem.options)
+for codes, scales in ((a, a_scales), (b, b_scales)):  # a group's sign may be its scale's or its codes'
+    negative = torch.rand(scales.shape) < 0.5
+    scales.view(torch.uint8)[negative] ^= 0x80
+    codes.view(*scales.shape, 8)[negative] ^= 0x88
+assert torch.equal(bundle.matmul_grouped(*problem.args, **problem.options), want)
+print(len(chosen), "scenarios")
+"""
+
 QUANTIZER = """
 quantize_rows = part("nvfp4.act_quant").quantize_rows
 torch.manual_seed(0)
@@ -62,7 +98,7 @@ for magnitude in (1e-30, 1e-3, 1.0, 1e4):
 """
 
 
-@pytest.mark.parametrize("body", [QUANTIZER, SCENARIOS], ids=["quantizer", "scenarios"])
+@pytest.mark.parametrize("body", [QUANTIZER, SCENARIOS, SCALED], ids=["quantizer", "scenarios", "block-scaled"])
 def test_interpreted_kernels_match(bundle_dir, run_python, body):
     prelude = INTERPRETED.format(tests=str(TESTS), variant=str(bundle_dir))
     run_python(prelude + body, TRITON_INTERPRET="1", PYTHONPATH=str(TESTS))

@@ -68,14 +68,18 @@ def expand_rows_kernel(packed_ptr, scales_ptr, operand_ptr, K, BLOCK_K: tl.const
     tl.store(operand_ptr + row * K + offs, value.to(tl.bfloat16), mask=mask)
 
 
-def quantize_rows(x: torch.Tensor, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """(packed [.., K/2], scales [.., K/16], row globals [.., 1]); the last is empty when a global was given."""
-    lead, depth = x.shape[:-1], x.shape[-1]
+def quantize_rows(
+    x: torch.Tensor, global_scale: torch.Tensor | None, row_index: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """(packed [.., K/2], scales [.., K/16], row globals [.., 1]) of `x` [.., K], or of the rows of [M, K] that
+    `row_index` names; the globals are empty when one was given."""
+    lead, depth = x.shape[:-1] if row_index is None else row_index.shape, x.shape[-1]
     packed = x.new_empty(*lead, depth // 2, dtype=torch.uint8)
     scales = x.new_empty(*lead, depth // GROUP, dtype=torch.float8_e4m3fn)
     row_global = x.new_empty((*lead, 1) if global_scale is None else (0,), dtype=torch.float32)
+    is_dynamic = global_scale is None
     _launch(
-        x.reshape(-1, depth), row_global if global_scale is None else global_scale, global_scale is None, packed, scales
+        x.reshape(-1, depth), row_global if is_dynamic else global_scale, is_dynamic, packed, scales, None, row_index
     )
     return packed, scales, row_global
 

@@ -11,9 +11,9 @@ import triton
 from ..csf.decode import decompress_nvfp4_csf_scales
 from ..csf.scales import NVFP4CSFScales
 from ..device import num_sms, on_device
-from .act_quant import expanded_operands, quantized_operands
+from .act_quant import expanded_operands, quantize_rows, quantized_operands
 from .arguments import Gemm, expect
-from .configs import Config, choose_config, reads_compressed
+from .configs import Config, choose_config, reads_compressed, scaled_tile
 from .portable_gemm import portable_gemm_kernel
 from .reference import GROUP
 
@@ -29,6 +29,9 @@ def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
         return outputs
     with on_device(gemm.a.device):
         gemm = with_readable_scales(gemm)
+        if uses_scaled_kernel(gemm):
+            launch_scaled(gemm, outputs)
+            return outputs
         operands, x_global, gather_idx = prepare_activations(gemm)
         arguments, constants = kernel_arguments(gemm, operands, x_global, gather_idx, outputs)
         if uses_tensor_core_kernel(gemm):
@@ -52,7 +55,8 @@ def with_readable_scales(gemm: Gemm) -> Gemm:
     """`gemm`, its scales decoded into new memory if they are compressed and no kernel here reads them so: GPUs without
     the tensor-core kernel, rows that are not whole words of codes, rows too long for shared memory."""
     scales = gemm.b_scales
-    if not isinstance(scales, NVFP4CSFScales) or (uses_tensor_core_kernel(gemm) and reads_compressed(gemm.depth)):
+    reads_them = uses_tensor_core_kernel(gemm) and not uses_scaled_kernel(gemm) and reads_compressed(gemm.depth)
+    if reads_them or not isinstance(scales, NVFP4CSFScales):
         return gemm
     return dataclasses.replace(gemm, b_scales=decompress_nvfp4_csf_scales(scales, expert_start=gemm.expert_start))
 
@@ -82,12 +86,26 @@ def prepare_activations(gemm: Gemm) -> tuple[torch.Tensor, Optional[torch.Tensor
         return a, None, gemm.gather_idx
     if gemm.a_scales is not None:
         return expanded_operands(a, gemm.a_scales), gemm.a_global, gemm.gather_idx
+    a_global, row_index, gather_idx = quantizer_rows(gemm)
+    operands, x_global = quantized_operands(a, a_global, row_index)
+    return operands, x_global, gather_idx
+
+
+def packed_activations(gemm: Gemm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
+    """W4A4 as block-scaled products read it: (packed [rows, K/2], scales [rows, K/16], their globals, the gather that
+    is left to do)."""
+    if gemm.a_scales is not None:
+        return aligned(gemm.a), gemm.a_scales.contiguous(), gemm.a_global, gemm.gather_idx
+    a_global, row_index, gather_idx = quantizer_rows(gemm)
+    packed, scales, row_global = quantize_rows(gemm.a, a_global, row_index)
+    return packed, scales, row_global[:, 0] if a_global is None else a_global, gather_idx
+
+
+def quantizer_rows(gemm: Gemm) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """(global of the rows to quantize, None for their own; the source of each, None for all; the gather left to do)."""
     if gemm.a_global is None or gemm.a_global.ndim == 2 or len(gemm.a_global) == 1:
-        operands, a_global = quantized_operands(a, gemm.a_global, None)
-        return operands, a_global if gemm.a_global is None else gemm.a_global, gemm.gather_idx
-    row_global = gemm.a_global[row_experts(gemm)]
-    operands, _ = quantized_operands(a, row_global, gemm.gather_idx)
-    return operands, row_global, None
+        return gemm.a_global, None, gemm.gather_idx
+    return gemm.a_global[row_experts(gemm)], gemm.gather_idx, None
 
 
 def row_experts(gemm: Gemm) -> torch.Tensor:
@@ -144,6 +162,13 @@ def uses_tensor_core_kernel(gemm: Gemm) -> bool:
     return torch.cuda.get_device_capability(gemm.a.device) >= (8, 9) and gemm.depth % 64 == 0
 
 
+def uses_scaled_kernel(gemm: Gemm) -> bool:
+    """W4A4 where tensor cores multiply block-scaled NVFP4: sm_100 and its successors, sm_120."""
+    if torch.version.hip or gemm.a.device.type != "cuda" or gemm.weight_only:
+        return False
+    return torch.cuda.get_device_capability(gemm.a.device)[0] in (10, 12)
+
+
 def scale_operands(scales: torch.Tensor | NVFP4CSFScales) -> tuple[torch.Tensor, ...]:
     """Scales as the tensor-core kernels take them: pairs of bytes, or the four tensors of the compressed form."""
     if isinstance(scales, NVFP4CSFScales):
@@ -180,6 +205,19 @@ def max_row_tiles(gemm: Gemm, block_t: int) -> int:
         return rows
     groups = 1 if gemm.expert_start is None else min(rows, gemm.num_experts + 1)
     return min(rows, triton.cdiv(rows, block_t) + groups)
+
+
+def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
+    from .scaled_gemm import scaled_gemm_kernel
+
+    packed, scales, x_global, gather_idx = packed_activations(gemm)
+    arguments, constants = kernel_arguments(gemm, packed, x_global, gather_idx, outputs)
+    tile = scaled_tile(gemm.num_rows / gemm.num_experts)
+    grid = (max_row_tiles(gemm, tile["BLOCK_T"]), triton.cdiv(gemm.b.shape[1], tile["BLOCK_N"]))
+    scaled_gemm_kernel[grid](
+        packed.view(torch.uint8), scales.view(torch.uint8), x_global, gemm.b.view(torch.uint8),
+        gemm.b_scales.view(torch.uint8), *arguments, **constants, **tile,
+    )  # fmt: skip
 
 
 def launch_portable(gemm: Gemm, operands, x_global, arguments: tuple, constants: dict) -> None:

@@ -50,6 +50,15 @@ def scale_offsets(rows, cols, C: tl.constexpr, SWIZZLED: tl.constexpr):
 
 
 @triton.jit
+def plane_bytes(ROWS: tl.constexpr, C: tl.constexpr, SWIZZLED: tl.constexpr):
+    """Scale bytes of an expert, padding included."""
+    if SWIZZLED:
+        return (ROWS + 127) // 128 * ((C + 3) // 4) * 512
+    else:
+        return ROWS * C
+
+
+@triton.jit
 def weight_tile(
     w_ptr, scales_ptr, rows, k, N_ROWS: tl.constexpr, K: tl.constexpr, SWIZZLED: tl.constexpr, DTYPE: tl.constexpr
 ):
@@ -83,6 +92,56 @@ def store_quantized(values, out_ptr, out_scales_ptr, global_scale, rows, ok, col
     tl.store(out_scales_ptr + rows * (N // 16) + scale_cols, byte.to(tl.uint8), mask=mask)
 
 
+@triton.jit
+def routed_sources(rows, end, gather_ptr, num_sources):
+    """(activation row, -1 where there is none, of routed rows; whether the row belongs to the tile)."""
+    ok = rows < end
+    sources = rows
+    if gather_ptr is not None:
+        sources = tl.load(gather_ptr + rows, mask=ok, other=-1)
+    return tl.where(ok & (sources >= 0) & (sources < num_sources), sources, -1), ok
+
+
+@triton.jit
+def finish_tile(
+    acc, acc_up, expert, rows, ok, sources, n_tile,
+    x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr, scatter_ptr,
+    num_rows, num_experts, strides, swiglu,
+    N: tl.constexpr, GATE: tl.constexpr, HAS_LIMIT: tl.constexpr, X_GLOBAL_PER_ROW: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """From sums [BLOCK_T, BLOCK_N] (with `GATE` those of up too) to the output: globals, gate, scatter, quantization.
+
+    strides: of w_global (expert, half), x_global, out_global. swiglu: alpha, limit. Rows of no expert are 0, whatever
+    their activations.
+    """
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    of_none = expert >= num_experts
+    expert = tl.minimum(expert, num_experts - 1).to(tl.int64)
+    if X_GLOBAL_PER_ROW:
+        x_global = tl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[:, None]
+    elif x_global_ptr is not None:
+        x_global = tl.load(x_global_ptr + expert * strides[2])
+    else:
+        x_global = 1.0
+    w_global_ptr += expert * strides[0]
+    values = tl.where(of_none, 0.0, acc * tl.load(w_global_ptr) * x_global)
+    if GATE:
+        up = tl.where(of_none, 0.0, acc_up * tl.load(w_global_ptr + strides[1]) * x_global)
+        values = gated_product(values, up, swiglu[0], swiglu[1], HAS_LIMIT)
+    if scatter_ptr is not None:
+        rows = tl.load(scatter_ptr + rows, mask=ok, other=-1)
+        ok = (rows >= 0) & (rows < num_rows)
+    if out_scales_ptr is None:
+        cols = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = ok[:, None] & (cols < N)[None, :]
+        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+        tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        global_scale = tl.where(of_none, 1.0, tl.load(out_global_ptr + expert * strides[3]))
+        store_quantized(values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, rows, ok, n_tile * BLOCK_N, N)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
 def portable_gemm_kernel(
     x_ptr, x_global_ptr, w_ptr, scales_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
@@ -91,26 +150,21 @@ def portable_gemm_kernel(
     X_GLOBAL_PER_ROW: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program. strides: of w_global (expert, half), x_global, out_global. swiglu: alpha, limit."""
+    """One tile a program; strides and swiglu as `finish_tile` takes them."""
     n_tile = tl.program_id(1)
     expert, first, end = locate(
         tl.program_id(0), expert_start_ptr, expert_ids_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T
     )
     rows = first + tl.arange(0, BLOCK_T)
-    ok = rows < end
-    sources = rows
-    if gather_ptr is not None:
-        sources = tl.load(gather_ptr + rows, mask=ok, other=-1)
-    sources = tl.where(ok & (sources >= 0) & (sources < num_sources), sources, -1)
+    sources, ok = routed_sources(rows, end, gather_ptr, num_sources)
     ROWS: tl.constexpr = 2 * N if GATE else N
-    PLANE: tl.constexpr = (ROWS + 127) // 128 * ((K // 16 + 3) // 4) * 512 if SWIZZLED else ROWS * (K // 16)
-    base = tl.minimum(expert, num_experts - 1).to(tl.int64)
-    w_ptr += base * (ROWS * (K // 2))
-    scales_ptr += base * PLANE
+    depth = tl.where(expert < num_experts, K, 0)
+    plane = tl.minimum(expert, num_experts - 1).to(tl.int64)
+    w_ptr += plane * (ROWS * (K // 2))
+    scales_ptr += plane * plane_bytes(ROWS, K // 16, SWIZZLED)
     cols = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     acc_up = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    depth = tl.where(expert < num_experts, K, 0)
     for k0 in range(0, depth, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         x_mask = (sources >= 0)[:, None] & (k < K)[None, :]
@@ -120,25 +174,8 @@ def portable_gemm_kernel(
         if GATE:
             w = weight_tile(w_ptr, scales_ptr, N + cols, k, ROWS, K, SWIZZLED, x.dtype)
             acc_up = tl.dot(x, w.trans(), acc_up)
-
-    if X_GLOBAL_PER_ROW:
-        x_global = tl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[:, None]
-    elif x_global_ptr is not None:
-        x_global = tl.load(x_global_ptr + base * strides[2])
-    else:
-        x_global = 1.0
-    values = acc * tl.load(w_global_ptr + base * strides[0]) * x_global
-    if GATE:
-        up = acc_up * tl.load(w_global_ptr + base * strides[0] + strides[1]) * x_global
-        values = gated_product(values, up, swiglu[0], swiglu[1], HAS_LIMIT)
-    if scatter_ptr is not None:
-        rows = tl.load(scatter_ptr + rows, mask=ok, other=-1)
-        ok = (rows >= 0) & (rows < num_rows)
-    if out_scales_ptr is None:
-        mask = ok[:, None] & (cols < N)[None, :]
-        tl.store(
-            out_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :], values.to(out_ptr.dtype.element_ty), mask=mask
-        )
-    else:
-        global_scale = tl.load(out_global_ptr + base * strides[3])
-        store_quantized(values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, rows, ok, n_tile * BLOCK_N, N)
+    finish_tile(
+        acc, acc_up, expert, rows, ok, sources, n_tile,
+        x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr, scatter_ptr,
+        num_rows, num_experts, strides, swiglu, N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW, ROUNDED,
+    )  # fmt: skip
