@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import platform
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -121,10 +123,12 @@ def environment(commit: str | None) -> dict[str, str]:
     """The columns that say where and on what a row was measured; `commit` is asked of git if None."""
 
     def output(*command: str) -> str:
+        if shutil.which(command[0]) is None:
+            return ""
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().split("\n")[0]
 
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -149,7 +153,8 @@ class Results:
         )
         share = roof_us / timing.p50
         print(
-            f"{case:12} {variant:18} {condition:5} {timing.p50:8.2f} us ({timing.p20:.2f} to {timing.p80:.2f}) "
+            f"{case:12} {f'{variant} {tokens}':24} {condition:5} "
+            f"{timing.p50:8.2f} us ({timing.p20:.2f} to {timing.p80:.2f}) "
             f"{moved / timing.p50 / 1e6:6.2f} TB/s  {share:6.1%} of the roof",
             flush=True,
         )

@@ -1,0 +1,44 @@
+"""The GEMM benchmark on small shapes, on a CPU: it checks what it would time, and writes the results' columns."""
+
+from __future__ import annotations
+
+import csv
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = (
+    "device,driver,torch,triton,commit,case,variant,tokens,condition,"
+    "us_p20,us_p50,us_p80,bytes,roof_us,baseline,baseline_us"
+)  # fmt: skip
+CASES = ("qwen_gate_up", "qwen_down", "glm_gate_up", "glm_down")
+EXPECTED = {
+    *product(CASES, ("w4a16", "w4a16_batched"), ("1", "8"), ("warm", "cold")),
+    *product(CASES[:2], ("torch_grouped_mm", "w4a16", "w4a4"), ("16",), ("warm", "cold")),
+    *product(("dense_4096",), ("torch_bf16", "w4a16"), ("1", "16"), ("warm", "cold")),
+}
+RUN = """
+import runpy, sys
+import torch
+torch.cuda.is_available = lambda: False
+sys.path.insert(0, {folder!r})
+sys.argv = ["nvfp4_gemm.py", "--tiny", "--commit", "abc", "--out", "out.csv"]
+runpy.run_path({folder!r} + "/nvfp4_gemm.py", run_name="__main__")
+"""
+
+
+def test_gemm_benchmark_runs_small(bundle_dir, run_python, tmp_path):
+    local = {"LOCAL_KERNELS": f"kernels-community/finegrained-kernels={bundle_dir}"}
+    run_python(RUN.format(folder=str(ROOT / "benchmarks")), OMP_NUM_THREADS="1", **local)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert file.readline().strip() == COLUMNS
+        rows = list(csv.DictReader(file, COLUMNS.split(",")))
+    assert {(row["case"], row["variant"], row["tokens"], row["condition"]) for row in rows} == EXPECTED
+    assert len(rows) == len(EXPECTED)
+    for row in rows:
+        assert row["commit"] == "abc" and int(row["bytes"]) > 0
+        assert 0 < float(row["us_p20"]) <= float(row["us_p50"]) <= float(row["us_p80"])
+        assert float(row["roof_us"]) > 0 and row["baseline"] and float(row["baseline_us"]) > 0
