@@ -1,7 +1,8 @@
-"""Compile the scale kernels for every supported architecture, without a GPU, and report what each one takes.
+"""Compile the kernels for every supported architecture, without a GPU, and report what each one takes.
 
-`python scripts/compile_kernels.py [--csv FILE]` prints registers, shared memory and spills a kernel and architecture,
-and fails if one spills, or names an FP8 type: scale bytes are opaque.
+`python scripts/compile_kernels.py [--csv FILE]` prints registers, shared memory and spills a kernel and architecture.
+It fails if one spills or takes more shared memory than there is, if a codec kernel names an FP8 type (scale bytes are
+opaque), or if the W4A4 kernel for block-scaled tensor cores multiplies in any other way.
 """
 
 from __future__ import annotations
@@ -17,30 +18,25 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from finegrained_kernels import load
+from gemm_cases import EVERYWHERE, Case, gemm_cases
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)} | {
     "gfx942": GPUTarget("hip", "gfx942", 64)
 }
 SHAPES = {"640x160": (640, 160), "2560x40": (2560, 40), "48x10": (48, 10)}
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
+                "gfx942": 64 << 10}  # fmt: skip
+PRODUCT = r"(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+"
 COLUMNS = ("triton", "arch", "kernel", "registers", "shared_bytes", "spill_bytes")
-
-
-class Case(NamedTuple):
-    """A kernel with the constants and pointer types of one launch."""
-
-    name: str
-    kernel: Any
-    constants: dict[str, Any]
-    pointers: dict[str, str]
-    num_warps: int
 
 
 def codec_cases(bundle: ModuleType) -> list[Case]:
@@ -68,33 +64,40 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
             flags = {"SWIZZLED": layout == "swizzled", "ALIGNED": aligned, "ROUTED": bool(routing)}
             name = f"decode {shape} {layout}{routing}{'' if aligned else ' unaligned'}"
             constants = plane | config | flags | {"OFFSET_TILE": tile_bytes}
-            cases.append(Case(name, decode.decode_kernel, constants, decode_pointers, warps))
+            cases.append(codec_case(name, decode.decode_kernel, constants, decode_pointers, warps))
         for name, extent in (("encode", cols), ("scan", rows), ("collect", cols)):
             config = getattr(encode, f"{name}_config")(extent)
             warps = config.pop("num_warps")
             constants = plane | config | {"SLAB_BYTES": csf.slab_bytes(cols)}
-            cases.append(Case(f"{name} {shape}", getattr(encode, f"{name}_kernel"), constants, encode_pointers, warps))
+            kernel = getattr(encode, f"{name}_kernel")
+            cases.append(codec_case(f"{name} {shape}", kernel, constants, encode_pointers, warps))
     return cases
+
+
+def codec_case(name: str, kernel: Any, constants: dict, pointers: dict, num_warps: int) -> Case:
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    types = {key: pointers.get(key, "i32") for key in kernel.arg_names if key not in constants}
+    return Case(name, kernel, constants, types, {"num_warps": num_warps}, EVERYWHERE)
 
 
 def compile_case(case: Case, target: GPUTarget) -> Any:
     """The compiled kernel. Pointers are taken to be 16-byte aligned, but for the output of an unaligned decode."""
     names = case.kernel.arg_names
-    constants = {name: value for name, value in case.constants.items() if name in names}
-    signature = {name: "constexpr" if name in constants else case.pointers.get(name, "i32") for name in names}
-    unaligned = {"out_ptr"} if constants.get("ALIGNED") is False else set()
-    attributes = {
-        (names.index(name),): [["tt.divisibility", 16]]
-        for name, kind in signature.items()
-        if kind.startswith("*") and name not in unaligned
-    }
-    source = ASTSource(
+    signature = {name: case.types.get(name, "constexpr") for name in names}
+    unaligned = {"out_ptr"} if case.constants.get("ALIGNED") is False else set()
+    attributes = {}
+    for name, kind in case.types.items():
+        paths = {(names.index(name), i): part for i, part in enumerate(kind)} if isinstance(kind, tuple) else {}
+        for path, part in (paths or {(names.index(name),): kind}).items():
+            if part.startswith("*") and name not in unaligned:
+                attributes[path] = [["tt.divisibility", 16]]
+    source = (GluonASTSource if case.kernel.is_gluon() else ASTSource)(
         fn=case.kernel,
         signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
+        constexprs={(names.index(name),): value for name, value in case.constants.items()},
         attrs=attributes,
     )
-    return triton.compile(source, target=target, options={"num_warps": case.num_warps})
+    return triton.compile(source, target=target, options=case.options)
 
 
 def resources(kernel: Any, arch: str) -> tuple[int, int, int]:
@@ -120,10 +123,18 @@ def describe(case: Case, arch: str, registers: int, shared: int, spilled: int) -
     return f"{case.name:40} {arch:7} {registers:4} registers {shared:6} B shared {spilled:4} B spilled"
 
 
-def faults_of(case: Case, arch: str, kernel: Any, spilled: int) -> list[str]:
+def faults_of(case: Case, arch: str, kernel: Any, shared: int, spilled: int) -> list[str]:
     faults = [f"{case.name} spills {spilled} bytes on {arch}"] if spilled else []
-    if re.search(r"f8E|e4m3|e5m2", kernel.asm["ttir"]):
+    if shared > SHARED_BYTES[arch]:
+        faults.append(f"{case.name} takes {shared} bytes of shared memory on {arch}, which has {SHARED_BYTES[arch]}")
+    if case.kernel.__name__ in ("decode_kernel", "encode_kernel", "collect_kernel") and re.search(
+        r"f8E|e4m3|e5m2", kernel.asm["ttir"]
+    ):
         faults.append(f"{case.name} names an FP8 type")
+    if case.kernel.__name__ == "scaled_gemm_kernel":
+        products = set(re.findall(PRODUCT, kernel.asm["ptx"]))
+        if not products or not all("kind::mxf4nvf4.block_scale" in product for product in products):
+            faults.append(f"{case.name} multiplies by {products} on {arch}, not by block-scaled NVFP4")
     return faults
 
 
@@ -133,13 +144,14 @@ def main() -> int:
     parser.add_argument("--arch", nargs="*", choices=TARGETS, default=list(TARGETS))
     arguments = parser.parse_args()
     rows, faults = [], []
-    for case in codec_cases(load()):
-        for arch in arguments.arch:
+    bundle = load()
+    for case in codec_cases(bundle) + gemm_cases(bundle):
+        for arch in [arch for arch in arguments.arch if arch in case.archs]:
             kernel = compile_case(case, TARGETS[arch])
             taken = resources(kernel, arch)
             rows.append((triton.__version__, arch, case.name, *taken))
             print(describe(case, arch, *taken), flush=True)
-            faults += faults_of(case, arch, kernel, taken[-1])
+            faults += faults_of(case, arch, kernel, *taken[1:])
     if arguments.csv:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")

@@ -144,4 +144,4 @@ def scaled_tile(rows_per_expert: float) -> dict[str, int]:
     block_t = 16
     while block_t < min(rows_per_expert, 64):
         block_t *= 2
-    return {"BLOCK_N": 128, "BLOCK_K": 256 if block_t <= 32 else 128, "BLOCK_T": block_t, "num_warps": 4}
+    return {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCK_T": block_t, "num_warps": 4}

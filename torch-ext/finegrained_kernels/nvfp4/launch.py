@@ -212,7 +212,7 @@ def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
 
     packed, scales, x_global, gather_idx = packed_activations(gemm)
     arguments, constants = kernel_arguments(gemm, packed, x_global, gather_idx, outputs)
-    tile = scaled_tile(gemm.num_rows / gemm.num_experts)
+    tile = scaled_tile(gemm.num_rows / gemm.num_experts if gemm.expert_ids is None else 1)
     grid = (max_row_tiles(gemm, tile["BLOCK_T"]), triton.cdiv(gemm.b.shape[1], tile["BLOCK_N"]))
     scaled_gemm_kernel[grid](
         packed.view(torch.uint8), scales.view(torch.uint8), x_global, gemm.b.view(torch.uint8),

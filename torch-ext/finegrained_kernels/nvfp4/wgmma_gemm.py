@@ -270,8 +270,8 @@ def nvfp4_wgmma_kernel(
             if is_small == (part == 4):
                 sums = tile_sums(
                     x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip,
-                    next_held, next_ranges, following[3], N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part, STAGES,
-                    TWO_STRIPS,
+                    next_held, next_ranges, following[3], N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
+                    STAGES, TWO_STRIPS,
                 )  # fmt: skip
                 store_tile(
                     sums, tile, x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,

@@ -1,0 +1,154 @@
+"""The GEMMs' kernels as their launchers launch them: what compile_kernels.py compiles beside the codec's.
+
+The launchers run on CPU tensors with recorders in the kernels' places, so that the table follows the launchers. Memory
+of expert stacks is allocated and never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import unittest.mock
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime.jit import JITFunction
+
+E, TOP_K = 512, 8
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages")
+BLACKWELL = ("sm_100", "sm_120")
+TENSOR_CORES = ("sm_89", "sm_90", *BLACKWELL)
+EVERYWHERE = ("sm_80", *TENSOR_CORES, "gfx942")
+
+
+class Case(NamedTuple):
+    """A launch: `types` of the arguments that are not compile-time constants, and the architectures that see it."""
+
+    name: str
+    kernel: JITFunction
+    constants: dict[str, Any]
+    types: dict[str, Any]
+    options: dict[str, int]
+    archs: tuple[str, ...]
+
+
+class Recorder:
+    """Stands for a kernel: `kernel[grid](...)` notes the launch."""
+
+    def __init__(self, kernel: JITFunction, launches: list) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+
+
+@contextlib.contextmanager
+def recorded(*modules: ModuleType) -> Iterator[list]:
+    """The launches of the modules' kernels, which do not happen."""
+    launches: list = []
+    kernels = [(m, n, k) for m in modules for n, k in vars(m).items() if isinstance(k, JITFunction)]
+    for module, name, kernel in kernels:
+        setattr(module, name, Recorder(kernel, launches))
+    try:
+        yield launches
+    finally:
+        for module, name, kernel in kernels:
+            setattr(module, name, kernel)
+
+
+def type_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def make_case(name: str, archs: tuple[str, ...], kernel: JITFunction, args: tuple, kwargs: dict) -> Case:
+    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    options = {key: given.pop(key) for key in OPTIONS if key in given}
+    types = {parameter.name: type_of(given[parameter.name]) for parameter in kernel.params
+             if not parameter.is_constexpr and given[parameter.name] is not None}  # fmt: skip
+    constants = {key: value for key, value in given.items() if key not in types}
+    return Case(name, kernel, constants, types, options, archs)
+
+
+def gemm_cases(bundle: ModuleType) -> list[Case]:
+    """Every GEMM kernel, at tiles of decode and of prefill, with each kind of routing, scales and output."""
+    names = ("launch", "scaled_gemm", "mma_gemm", "wgmma_gemm", "act_quant", "configs", "arguments")
+    modules = {name: importlib.import_module(f"{bundle.__name__}.nvfp4.{name}") for name in names}
+    launch, configs = modules["launch"], modules["configs"]
+    check_gemm = modules["arguments"].check_gemm
+    reduce = importlib.import_module(f"{bundle.__name__}.reduce")
+    cases: list[Case] = []
+
+    def add(name: str, archs: tuple[str, ...], run: Callable[[], Any]) -> None:
+        with recorded(*modules.values(), reduce) as launches:
+            run()
+        case = make_case(name, archs, *launches[-1])  # what prepares the operands comes before
+        if case[1:] not in [other[1:] for other in cases]:
+            cases.append(case)
+
+    def add_gemm(name: str, archs: tuple[str, ...], g, *, mma: bool = False, scaled: bool = False, config=None) -> None:
+        choices = {
+            "uses_tensor_core_kernel": lambda _: mma,
+            "uses_scaled_kernel": lambda _: scaled,
+            "choose_config": lambda *_: config,
+        }
+        with unittest.mock.patch.multiple(launch, **choices):
+            add(name, archs, lambda: launch.run_on_gpu(g))
+
+    def gemm(cols: int, depth: int, tokens: int, routing: str, dtype=torch.bfloat16, swizzled=False, **options):
+        rows = cols * 2 if options.get("gate") else cols
+        plane = (-(-rows // 128), -(-depth // 64), 32, 16) if swizzled else (rows, depth // 16)
+        experts = 1 if routing == "dense" else E
+        index, start = (torch.zeros(n, dtype=torch.int32) for n in (tokens * TOP_K, E + 1))
+        indices = {
+            "grouped": {"expert_start": start, "gather_idx": index, "scatter_idx": index},
+            "batched": {"expert_ids": index, "gather_idx": index},
+            "dense": {},
+        }
+        return check_gemm(
+            torch.empty(tokens, depth, dtype=dtype), torch.empty(experts, rows, depth // 2, dtype=torch.uint8), None,
+            torch.empty(experts, *plane, dtype=torch.float8_e4m3fn), **indices[routing], **options,
+        )  # fmt: skip
+
+    def add_mma(name: str, archs: tuple[str, ...], g, config=None) -> None:
+        rows = g.num_rows if g.expert_ids is None else min(g.num_rows, E)
+        config = config or configs.default_config(g.b.shape[1], g.depth, rows, g.num_experts, 132, False)
+        tile = f"{'wgmma' if config.warpgroup else 'mma'} {config.block_n}x{config.block_k}x{config.block_t}"
+        add_gemm(f"{tile} {name}", archs, g, mma=True, config=config)
+
+    w4a16 = {"activation_format": "bf16"}
+    requantized = {"quantize_output": True, "output_global_scale": torch.ones(E)}
+    add_gemm(
+        "portable gated", ("sm_80", "gfx942"), gemm(640, 2560, 64, "grouped", gate=True, swiglu_limit=7.0, **w4a16)
+    )
+    add_gemm("portable w4a4 requantized", ("sm_80", "sm_90", "gfx942"), gemm(2560, 160, 8, "batched", **requantized))
+    add_mma("gated", TENSOR_CORES, gemm(640, 2560, 8, "grouped", gate=True, **w4a16))
+    add_mma("swizzled", TENSOR_CORES, gemm(2560, 640, 8, "batched", torch.float16, swizzled=True, **w4a16))
+    add_mma("dense", ("sm_89", "sm_90"), gemm(4096, 4096, 16, "dense", **w4a16))
+    add_mma("prefill requantized", ("sm_89", *BLACKWELL), gemm(640, 2560, 4096, "grouped", gate=True, **requantized))
+    for ratio, config in configs.load_table("NVIDIA H200")[1280, 2560]:
+        tokens = max(1, round(ratio * E / TOP_K))
+        add_mma(f"{tokens} tokens", ("sm_90",), gemm(640, 2560, tokens, "grouped", gate=True, **w4a16), config)
+    g = gemm(640, 2560, 8, "grouped", gate=True, swizzled=True, **requantized)
+    add_gemm("scaled gated requantized", BLACKWELL, g, scaled=True)
+    g = gemm(2560, 160, 8, "batched", a_global_scale=torch.ones(E))
+    add_gemm("scaled batched", BLACKWELL, g, scaled=True)
+    add_gemm("scaled prefill gated", BLACKWELL, gemm(640, 2560, 4096, "grouped", gate=True), scaled=True)
+    rows, codes = torch.empty(8, 2560, dtype=torch.bfloat16), torch.empty(8, 1280, dtype=torch.uint8)
+    index, scales = torch.zeros(1, 8, dtype=torch.int64), torch.empty(8, 160, dtype=torch.uint8)
+    quant = modules["act_quant"]
+    add("permute_tokens", ("sm_90",), lambda: modules["wgmma_gemm"].permute_tokens(rows, 8))
+    add("quantize_rows", EVERYWHERE, lambda: quant.quantize_rows(rows, None))
+    add("quantized_operands", EVERYWHERE, lambda: quant.quantized_operands(rows, None, None))
+    add("expanded_operands", EVERYWHERE, lambda: quant.expanded_operands(codes, scales))
+    add("weighted_reduce", EVERYWHERE, lambda: reduce.weighted_reduce_on_gpu(rows, index, torch.ones(1, 8), E))
+    return cases
