@@ -1,40 +1,138 @@
-"""Run every kernel of the codec once on small cases, on a GPU: what compute-sanitizer watches.
+"""Run every kernel once on small cases, on a GPU, and check what it wrote: what compute-sanitizer watches.
 
-`compute-sanitizer --tool memcheck python scripts/exercise_kernels.py`, and the same with `--tool racecheck`.
+`PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/exercise_kernels.py`, and the same
+with `--tool racecheck`. Without torch's cache of memory, tensors end where their allocations end.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from types import ModuleType
 
 import torch
 
 from finegrained_kernels import load
 
+E, TOP_K = 3, 2
+GEMMS = [  # op, output columns, K, tokens, options
+    ("grouped", 80, 192, 9, {"activation_format": "bf16", "gate": True}),
+    ("grouped", 80, 192, 9, {"gate": True, "swiglu_limit": 0.5, "swizzled": True}),
+    ("batched", 272, 64, 5, {"activation_format": "bf16", "swizzled": True}),
+    ("batched", 48, 320, 5, {"a_global_scale": 0.01}),
+    ("2d", 144, 576, 17, {"activation_format": "bf16"}),
+    ("2d", 80, 160, 3, {"activation_format": "bf16", "gate": True}),  # K of the portable kernel
+    ("grouped", 80, 320, 150, {"activation_format": "bf16", "gate": True}),  # rows of warpgroup tiles
+    ("grouped", 272, 128, 150, {}),
+]
 
-def main() -> None:
-    bundle = load()
+
+def exercise_codec(bundle: ModuleType, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((3, 48, 10), (2, 144, 12), (2, 128, 160), (3, 64, 40)):
         noise = torch.randint(0, 256, shape, generator=generator)
         narrow = 90 + noise % 16
-        planes = torch.where(torch.rand(shape, generator=generator) < 0.05, noise, narrow).to(torch.uint8).cuda()
+        planes = torch.where(torch.rand(shape, generator=generator) < 0.05, noise, narrow).to(torch.uint8).to(device)
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(planes)
         scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=shape[1], num_cols=shape[2])
-        active = torch.arange(shape[0], device="cuda") != 1
+        active = torch.arange(shape[0], device=device) != 1
         starts = torch.cat([active.new_zeros(1, dtype=torch.int32), active.cumsum(0, dtype=torch.int32)])
         routings = ({}, {"expert_start": starts}, {"expert_start": starts, "max_active": shape[0]})
         for swizzled, offset, routing in itertools.product((False, True), (0, 3, 8, 13), routings):
             # The workspace ends where its allocation ends, so that a byte too many is seen.
             size = bundle.csf_workspace_size(scales, swizzled=swizzled)
-            workspace = torch.zeros(offset + size, dtype=torch.uint8, device="cuda")[offset:]
+            workspace = torch.zeros(offset + size, dtype=torch.uint8, device=device)[offset:]
             decoded = bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace, swizzled=swizzled, **routing)
             expected = bundle.swizzle_mx_scales(planes) if swizzled else planes.clone()
             if routing:
                 expected[1] = 0
             assert torch.equal(decoded.view(torch.uint8), expected), (shape, swizzled, offset, *routing)
-    torch.cuda.synchronize()
-    print("every kernel ran, outputs exact")
+
+
+def make_gemm(bundle: ModuleType, op: str, cols: int, depth: int, tokens: int, options: dict):
+    """(positional arguments, keywords) of a call, on the CPU; one id is of no expert."""
+    generator = torch.Generator().manual_seed(depth)
+    options = {**options}
+    rows = cols * 2 if options.get("gate") else cols
+    weight = torch.randn(E, rows, depth, generator=generator) / depth**0.5
+    b, b_scales, b_global = bundle.nvfp4_quantize_two_level(weight)
+    b_scales = bundle.swizzle_mx_scales(b_scales) if options.pop("swizzled", False) else b_scales
+    x = torch.randn(tokens, depth, generator=generator).bfloat16()
+    if op == "2d":
+        return (x, b[0], None, b_scales[0]), options | {"b_global_scale": b_global[0]}
+    ids = torch.randint(0, E, (tokens, TOP_K), generator=generator, dtype=torch.int32)
+    ids[-1, 0] = E
+    start, gather, scatter = bundle.compute_grouped_scheduling(ids, E, TOP_K)
+    grouped = {"expert_start": start, "gather_idx": gather, "scatter_idx": scatter}
+    batched = {"expert_ids": ids.flatten(), "gather_idx": torch.arange(tokens * TOP_K) // TOP_K}
+    return (x, b, None, b_scales), options | {"b_global_scale": b_global} | (grouped if op == "grouped" else batched)
+
+
+def exercise_gemm(bundle: ModuleType, device: str, op: str, cols: int, depth: int, tokens: int, options: dict) -> None:
+    """On the device as in torch; and, with a gate, requantized as quantized afterwards."""
+    args, keywords = make_gemm(bundle, op, cols, depth, tokens, options)
+    matmul = getattr(bundle, f"matmul_{op}")
+    expected = matmul(*args, **keywords)
+    args = [value if value is None else value.to(device) for value in args]
+    keywords = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in keywords.items()}
+    out = matmul(*args, **keywords)
+    error = (out.cpu().double() - expected.double()).norm() / expected.double().norm()
+    assert error < 4e-3, (op, cols, depth, tokens, options, error)
+    if not options.get("gate"):
+        return
+    packed, scales = matmul(*args, **keywords, quantize_output=True, output_global_scale=0.01)
+    again, again_scales, _ = bundle.nvfp4_act_quant(out, 0.01)
+    assert torch.equal(packed, again), (op, cols, depth, tokens, options)
+    assert torch.equal(scales.view(torch.uint8), again_scales.view(torch.uint8)), (op, cols, depth, tokens, options)
+
+
+def exercise_gemms(bundle: ModuleType, device: str) -> None:
+    for case in GEMMS:
+        exercise_gemm(bundle, device, *case)
+    configs, launch = (importlib.import_module(f"{bundle.__name__}.nvfp4.{name}") for name in ("configs", "launch"))
+    if torch.device(device).type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+        chosen = launch.choose_config
+        for tile in largest_tiles(configs):  # real shapes get them, where there are rows enough
+            launch.choose_config = lambda *_, tile=tile: tile
+            exercise_gemm(bundle, device, "grouped", 272, 320, 150, {"activation_format": "bf16", "gate": True})
+        launch.choose_config = chosen
+
+
+def largest_tiles(configs: ModuleType) -> list:
+    """The largest shipped tile of each tensor-core kernel."""
+    table = configs.load_table("NVIDIA H200")
+    shipped = [config for entries in table.values() for _, config in entries]
+    return [
+        max((tile for tile in shipped if tile.warpgroup is warpgroup), key=lambda tile: tile.block_n * tile.block_t)
+        for warpgroup in (False, True)
+    ]
+
+
+def exercise_rows(bundle: ModuleType, device: str) -> None:
+    """Activations quantized to the CPU's bytes, and weighted sums."""
+    generator = torch.Generator().manual_seed(1)
+    for depth, scale in itertools.product((16, 192, 2560), (None, 0.01)):
+        x = torch.randn(5, depth, generator=generator).bfloat16()
+        for got, want in zip(
+            bundle.nvfp4_act_quant(x.to(device), scale), bundle.nvfp4_act_quant(x, scale), strict=True
+        ):
+            got, want = (tensor.cpu().reshape(-1).view(torch.uint8) for tensor in (got, want))
+            assert torch.equal(got, want), (depth, scale)
+    rows, weights = torch.randn(10, 1040, generator=generator).bfloat16(), torch.rand(5, 2, generator=generator)
+    ids = torch.randint(-1, E + 1, (5, 2), generator=generator)
+    want = bundle.weighted_reduce(rows, ids, weights, E)
+    got = bundle.weighted_reduce(rows.to(device), ids.to(device), weights.to(device), E)
+    torch.testing.assert_close(got.cpu(), want, rtol=2**-7, atol=1e-6)
+
+
+def main(device: str = "cuda") -> None:
+    bundle = load()
+    exercise_codec(bundle, device)
+    exercise_rows(bundle, device)
+    exercise_gemms(bundle, device)
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    print("every kernel ran, outputs right")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,10 @@ import test_nvfp4_gemm as table
 chosen = [s for s in table.ON_CPU if s.tokens < 10 and s.depth < 200 and s.cols < 100]
 for scenario in chosen[::4]:
     table.check_scenario(bundle, part("nvfp4.reference"), scenario, "cpu")
+
+import test_nvfp4_poison as poison
+for gate, activation_format in ((True, "bf16"), (False, None)):
+    poison.test_unused_values_change_nothing(bundle, "cpu", gate, activation_format, True, 48, 160)
 """
 
 SCALED = """
@@ -76,7 +80,9 @@ for codes, scales in ((a, a_scales), (b, b_scales)):  # a group's sign may be it
     scales.view(torch.uint8)[negative] ^= 0x80
     codes.view(*scales.shape, 8)[negative] ^= 0x88
 assert torch.equal(bundle.matmul_grouped(*problem.args, **problem.options), want)
-print(len(chosen), "scenarios")
+
+import test_nvfp4_poison as poison
+poison.test_unused_values_change_nothing(bundle, "cpu", True, None, True, 48, 160)
 """
 
 QUANTIZER = """
