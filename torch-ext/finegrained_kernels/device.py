@@ -1,4 +1,4 @@
-"""What launchers need to know about the device of a tensor."""
+"""What launchers need on the host: facts of a tensor's device, and sizes of grids and blocks."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     if device.type == "cpu" or device.index == getattr(torch, device.type).current_device():
         return contextlib.nullcontext()
     return getattr(torch, device.type).device(device)
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b` rounded up. Triton's own may run inside kernels too, which takes 5 us of CPU a call."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two not below `n`."""
+    return 1 << (n - 1).bit_length()

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import on_device
+from .device import cdiv, on_device
 
 BLOCK_N = 1024
 
@@ -37,7 +37,7 @@ def weighted_reduce_on_gpu(
     out = rows.new_empty(num_tokens, num_cols)
     if out.numel():
         with on_device(rows.device):
-            weighted_reduce_kernel[(num_tokens, triton.cdiv(num_cols, BLOCK_N))](
+            weighted_reduce_kernel[(num_tokens, cdiv(num_cols, BLOCK_N))](
                 rows.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous(), out, num_experts, num_cols,
                 TOP_K=top_k, BLOCK=BLOCK_N,
             )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import on_device
+from ..device import next_power_of_2, on_device
 from .reference import GROUP
 from .rounding import e2m1_code, e4m3_from_amax, e4m3_to_float, global_from_row_amax
 
@@ -105,7 +105,7 @@ def expanded_operands(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
         with on_device(packed.device):
             expand_rows_kernel[(rows,)](
                 packed.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8), operands, depth,
-                BLOCK_K=triton.next_power_of_2(depth),
+                BLOCK_K=next_power_of_2(depth),
             )  # fmt: skip
     return operands
 
@@ -118,5 +118,5 @@ def _launch(x, global_scale, is_dynamic: bool, packed=None, scales=None, operand
         quantize_rows_kernel[(rows,)](
             x.contiguous(), global_scale, packed, None if scales is None else scales.view(torch.uint8), operands,
             row_index, x.shape[0], depth, 0 if global_scale.numel() == 1 else 1,
-            IS_DYNAMIC=is_dynamic, BLOCK_K=triton.next_power_of_2(depth),
+            IS_DYNAMIC=is_dynamic, BLOCK_K=next_power_of_2(depth),
         )  # fmt: skip

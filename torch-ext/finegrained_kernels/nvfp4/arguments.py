@@ -67,50 +67,63 @@ class Gemm:
 FIELDS = tuple(field.name for field in fields(Gemm))
 
 
-def expect(condition: bool, name: str, expected: str, got: object) -> None:
-    if not condition:
-        raise ValueError(f"{name}: expected {expected}, got {got}")
+def fault(name: str, expected: str, got: object) -> ValueError:
+    """To be raised; made only where a check fails, since its text costs more than all checks of a call."""
+    return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def check_weights(B: torch.Tensor, Bs: Scales, gate: bool) -> None:
     """Packed weights [E, N, K/2] and their scales, dense [E, N, K/16], swizzled or compressed."""
     if B.dtype not in (torch.uint8, torch.int8):
         raise TypeError(f"B: expected packed uint8 or int8, got {B.dtype}")
-    expect(B.ndim == 3, "B", "shape (E, N, K/2)", tuple(B.shape))
-    num_experts, rows, depth = B.shape[0], B.shape[1], B.shape[2] * 2
-    expect(num_experts > 0, "B", "one expert or more", tuple(B.shape))
+    shape = tuple(B.shape)
+    if len(shape) != 3:
+        raise fault("B", "shape (E, N, K/2)", shape)
+    num_experts, rows, depth = shape[0], shape[1], shape[2] * 2
+    if num_experts == 0:
+        raise fault("B", "one expert or more", shape)
     multiple = 32 if gate else 16
-    expect(rows % multiple == 0, "B", f"N rows a multiple of {multiple}", f"shape {tuple(B.shape)}")
-    expect(depth % 32 == 0 and depth > 0, "B", "K a positive multiple of 32", f"K = {depth}")
+    if rows % multiple:
+        raise fault("B", f"N rows a multiple of {multiple}", f"shape {shape}")
+    if depth % 32 or depth == 0:
+        raise fault("B", "K a positive multiple of 32", f"K = {depth}")
     dense = (num_experts, rows, depth // GROUP)
     if isinstance(Bs, NVFP4CSFScales):
-        expect(Bs.shape == dense, "Bs", f"compressed scales of shape {dense}", Bs.shape)
+        if Bs.shape != dense:
+            raise fault("Bs", f"compressed scales of shape {dense}", Bs.shape)
         return
     if not isinstance(Bs, torch.Tensor):
         raise TypeError(f"Bs: expected a tensor of scale bytes or NVFP4CSFScales, got {type(Bs).__name__}")
     if Bs.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise TypeError(f"Bs: expected float8_e4m3fn or its uint8 bytes, got {Bs.dtype}")
-    swizzled = (num_experts, *swizzled_shape(rows, depth // GROUP))
-    expect(tuple(Bs.shape) in (dense, swizzled), "Bs", f"shape {dense} or swizzled {swizzled}", tuple(Bs.shape))
+    if tuple(Bs.shape) != dense:
+        swizzled = (num_experts, *swizzled_shape(rows, depth // GROUP))
+        if tuple(Bs.shape) != swizzled:
+            raise fault("Bs", f"shape {dense} or swizzled {swizzled}", tuple(Bs.shape))
 
 
 def check_activations(A: torch.Tensor, As: torch.Tensor | None, depth: int, weight_only: bool) -> None:
-    expect(A.ndim == 2, "A", "shape (M, K)", tuple(A.shape))
+    if A.ndim != 2:
+        raise fault("A", "shape (M, K)", tuple(A.shape))
     if As is None:
         allowed = FLOAT_DTYPES[:2] if weight_only else FLOAT_DTYPES
         if A.dtype not in allowed:
             hint = " (packed activations need As)" if A.dtype in (torch.uint8, torch.int8) else ""
             raise TypeError(f"A: expected one of {', '.join(map(str, allowed))}, got {A.dtype}{hint}")
-        expect(A.shape[1] == depth, "A", f"K = {depth} columns, as B has", f"shape {tuple(A.shape)}")
+        if A.shape[1] != depth:
+            raise fault("A", f"K = {depth} columns, as B has", f"shape {tuple(A.shape)}")
         return
-    expect(not weight_only, "As", "None with activation_format='bf16'", "a tensor")
+    if weight_only:
+        raise fault("As", "None with activation_format='bf16'", "a tensor")
     if A.dtype not in (torch.uint8, torch.int8):
         raise TypeError(f"A: expected packed uint8 or int8 beside As, got {A.dtype}")
     if As.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise TypeError(f"As: expected float8_e4m3fn or its uint8 bytes, got {As.dtype}")
-    expect(A.shape[1] == depth // 2, "A", f"K/2 = {depth // 2} columns", f"shape {tuple(A.shape)}")
+    if A.shape[1] != depth // 2:
+        raise fault("A", f"K/2 = {depth // 2} columns", f"shape {tuple(A.shape)}")
     shape = (A.shape[0], depth // GROUP)
-    expect(tuple(As.shape) == shape, "As", f"shape {shape}", tuple(As.shape))
+    if tuple(As.shape) != shape:
+        raise fault("As", f"shape {shape}", tuple(As.shape))
 
 
 def normalize_global(
@@ -120,7 +133,8 @@ def normalize_global(
     scale = as_global(name, 1.0 if scale is None else scale, device)
     if scale.numel() == 1:
         return scale.reshape(1)
-    expect(tuple(scale.shape) in shapes, name, f"a scalar or a shape of {list(shapes)}", tuple(scale.shape))
+    if tuple(scale.shape) not in shapes:
+        raise fault(name, f"a scalar or a shape of {list(shapes)}", tuple(scale.shape))
     return scale.contiguous()
 
 
@@ -129,10 +143,12 @@ def check_index(name: str, index: torch.Tensor | None, device: torch.device, len
         return
     if index.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name}: expected int32 or int64, got {index.dtype}")
-    expect(index.ndim == 1, name, "one dimension", tuple(index.shape))
-    expect(index.device == device, name, f"device {device}", index.device)
-    if length is not None:
-        expect(index.shape[0] == length, name, f"{length} entries, one a routed row", index.shape[0])
+    if index.ndim != 1:
+        raise fault(name, "one dimension", tuple(index.shape))
+    if index.device != device:
+        raise fault(name, f"device {device}", index.device)
+    if length is not None and index.shape[0] != length:
+        raise fault(name, f"{length} entries, one a routed row", index.shape[0])
 
 
 def contiguous(index: torch.Tensor | None) -> torch.Tensor | None:
@@ -161,48 +177,39 @@ def check_gemm(
     output_global_scale: torch.Tensor | float | None = None,
 ) -> Gemm:
     """Check every argument of the public GEMMs; raise TypeError or ValueError naming the first that is wrong."""
-    expect(activation_format in (None, "bf16"), "activation_format", "None or 'bf16'", repr(activation_format))
-    expect(act_fn == "silu", "act_fn", "'silu'", repr(act_fn))
-    if not gate:
-        expect(
-            swiglu_alpha is None and swiglu_limit is None,
-            "swiglu_alpha and swiglu_limit",
-            "None without gate",
-            "a value",
-        )
+    if activation_format not in (None, "bf16"):
+        raise fault("activation_format", "None or 'bf16'", repr(activation_format))
+    if act_fn != "silu":
+        raise fault("act_fn", "'silu'", repr(act_fn))
+    if not gate and (swiglu_alpha is not None or swiglu_limit is not None):
+        raise fault("swiglu_alpha and swiglu_limit", "None without gate", "a value")
     weight_only = activation_format == "bf16"
     check_weights(B, Bs, gate)
-    num_experts, depth = B.shape[0], B.shape[2] * 2
+    num_experts, depth, device = B.shape[0], B.shape[2] * 2, A.device
     check_activations(A, As, depth, weight_only)
     for name, tensor in (("B", B), ("Bs", Bs), ("As", As)):
-        if tensor is not None:
-            expect(tensor.device == A.device, name, f"device {A.device}, as A has", tensor.device)
+        if tensor is not None and tensor.device != device:
+            raise fault(name, f"device {device}, as A has", tensor.device)
 
-    check_index("gather_idx", gather_idx, A.device)
-    check_index("expert_ids", expert_ids, A.device, None if gather_idx is None else gather_idx.shape[0])
+    check_index("gather_idx", gather_idx, device)
     rows = A.shape[0] if gather_idx is None else gather_idx.shape[0]
-    check_index("expert_ids", expert_ids, A.device, rows)
-    check_index("scatter_idx", scatter_idx, A.device, rows)
+    check_index("expert_ids", expert_ids, device, rows)
+    check_index("scatter_idx", scatter_idx, device, rows)
     if expert_start is not None:
         if expert_start.dtype != torch.int32:
             raise TypeError(f"expert_start: expected int32, got {expert_start.dtype}")
-        check_index("expert_start", expert_start, A.device)
-        expect(
-            len(expert_start) > num_experts,
-            "expert_start",
-            f"E + 1 = {num_experts + 1} entries or more",
-            len(expert_start),
-        )
+        check_index("expert_start", expert_start, device)
+        if expert_start.shape[0] <= num_experts:
+            raise fault("expert_start", f"E + 1 = {num_experts + 1} entries or more", expert_start.shape[0])
 
-    if weight_only:
-        expect(a_global_scale is None, "a_global_scale", "None with activation_format='bf16'", "a value")
+    if weight_only and a_global_scale is not None:
+        raise fault("a_global_scale", "None with activation_format='bf16'", "a value")
     a_global = None
     if a_global_scale is not None or As is not None:
         a_shapes = ((num_experts,), (A.shape[0], 1))
         a_global = normalize_global("a_global_scale", a_global_scale, A.device, a_shapes)
-    expect(
-        quantize_output or output_global_scale is None, "output_global_scale", "None without quantize_output", "a value"
-    )
+    if not quantize_output and output_global_scale is not None:
+        raise fault("output_global_scale", "None without quantize_output", "a value")
     b_columns = 2 if gate else 1
     b_shapes = ((num_experts,), (num_experts, b_columns))
     b_global = normalize_global("b_global_scale", b_global_scale, A.device, b_shapes)

@@ -6,18 +6,19 @@ import dataclasses
 from typing import Optional
 
 import torch
-import triton
+import triton.language as tl
 
 from ..csf.decode import decompress_nvfp4_csf_scales
 from ..csf.scales import NVFP4CSFScales
-from ..device import num_sms, on_device
+from ..device import cdiv, next_power_of_2, num_sms, on_device
 from .act_quant import expanded_operands, quantize_rows, quantized_operands
-from .arguments import Gemm, expect
+from .arguments import Gemm, fault
 from .configs import Config, choose_config, reads_compressed, scaled_tile
 from .portable_gemm import portable_gemm_kernel
 from .reference import GROUP
 
 ALIGNMENT = 16
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 PORTABLE_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_T": 16}
 
 
@@ -47,8 +48,10 @@ def check_memory(gemm: Gemm) -> None:
     scales = gemm.b_scales
     parts = scales.state_dict() if isinstance(scales, NVFP4CSFScales) else {"Bs": scales}
     for name, tensor in {"B": gemm.b, **parts}.items():
-        expect(tensor.is_contiguous(), name, "a contiguous tensor", f"strides {tensor.stride()}")
-        expect(tensor.data_ptr() % ALIGNMENT == 0, name, f"{ALIGNMENT}-byte alignment", hex(tensor.data_ptr()))
+        if not tensor.is_contiguous():
+            raise fault(name, "a contiguous tensor", f"strides {tensor.stride()}")
+        if tensor.data_ptr() % ALIGNMENT:
+            raise fault(name, f"{ALIGNMENT}-byte alignment", hex(tensor.data_ptr()))
 
 
 def with_readable_scales(gemm: Gemm) -> Gemm:
@@ -142,10 +145,8 @@ def kernel_arguments(gemm: Gemm, operands, x_global, gather_idx, outputs) -> tup
         "HAS_LIMIT": gemm.limit is not None,
         "SWIZZLED": isinstance(gemm.b_scales, torch.Tensor) and gemm.b_scales.ndim == 5,
         "X_GLOBAL_PER_ROW": per_row,
-        "ROUNDED": triton.language.dtype(
-            {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(gemm.output_dtype, "fp32")
-        ),
-        "BLOCK_E": triton.next_power_of_2(gemm.num_experts + 1),
+        "ROUNDED": TRITON_DTYPES[gemm.output_dtype],
+        "BLOCK_E": next_power_of_2(gemm.num_experts + 1),
     }
     return arguments, constants
 
@@ -173,7 +174,7 @@ def scale_operands(scales: torch.Tensor | NVFP4CSFScales) -> tuple[torch.Tensor,
     """Scales as the tensor-core kernels take them: pairs of bytes, or the four tensors of the compressed form."""
     if isinstance(scales, NVFP4CSFScales):
         return scales.bases, scales.codes.view(torch.int32), scales.exceptions, scales.exception_offsets
-    return (scales.view(torch.uint8).view(torch.int16),)
+    return (scales.view(torch.int16),)
 
 
 def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments: tuple, constants: dict):
@@ -185,7 +186,7 @@ def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments:
         rows = gemm.num_rows if gemm.expert_ids is None else min(gemm.num_rows, gemm.num_experts)  # a row, a tile
         compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
         config = choose_config(gemm.a.device, gemm.b.shape[1], gemm.depth, rows, gemm.num_experts, compressed)
-    tiles = max_row_tiles(gemm, config.block_t) * triton.cdiv(gemm.b.shape[1], config.block_n)
+    tiles = max_row_tiles(gemm, config.block_t) * cdiv(gemm.b.shape[1], config.block_n)
     grid = min(tiles, num_sms(gemm.a.device) * config.programs_per_sm)
     groups = config.block_k // GROUP
     if config.warpgroup:
@@ -204,7 +205,7 @@ def max_row_tiles(gemm: Gemm, block_t: int) -> int:
     if gemm.expert_ids is not None:
         return rows
     groups = 1 if gemm.expert_start is None else min(rows, gemm.num_experts + 1)
-    return min(rows, triton.cdiv(rows, block_t) + groups)
+    return min(rows, cdiv(rows, block_t) + groups)
 
 
 def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
@@ -213,7 +214,7 @@ def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
     packed, scales, x_global, gather_idx = packed_activations(gemm)
     arguments, constants = kernel_arguments(gemm, packed, x_global, gather_idx, outputs)
     tile = scaled_tile(gemm.num_rows / gemm.num_experts if gemm.expert_ids is None else 1)
-    grid = (max_row_tiles(gemm, tile["BLOCK_T"]), triton.cdiv(gemm.b.shape[1], tile["BLOCK_N"]))
+    grid = (max_row_tiles(gemm, tile["BLOCK_T"]), cdiv(gemm.b.shape[1], tile["BLOCK_N"]))
     scaled_gemm_kernel[grid](
         packed.view(torch.uint8), scales.view(torch.uint8), x_global, gemm.b.view(torch.uint8),
         gemm.b_scales.view(torch.uint8), *arguments, **constants, **tile,
@@ -221,7 +222,7 @@ def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
 
 
 def launch_portable(gemm: Gemm, operands, x_global, arguments: tuple, constants: dict) -> None:
-    grid = (max_row_tiles(gemm, PORTABLE_TILE["BLOCK_T"]), triton.cdiv(gemm.num_cols, PORTABLE_TILE["BLOCK_N"]))
+    grid = (max_row_tiles(gemm, PORTABLE_TILE["BLOCK_T"]), cdiv(gemm.num_cols, PORTABLE_TILE["BLOCK_N"]))
     portable_gemm_kernel[grid](
         operands, x_global, gemm.b.view(torch.uint8), gemm.b_scales.view(torch.uint8), *arguments, **constants,
         **PORTABLE_TILE,
