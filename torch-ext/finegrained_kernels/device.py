@@ -25,7 +25,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def cdiv(a: int, b: int) -> int:
-    """`a / b` rounded up. Triton's own may run inside kernels too, which takes 5 us of CPU a call."""
+    """`a / b` rounded up. Triton's own may run inside kernels too, and costs as much CPU as all checks of a call."""
     return -(-a // b)
 
 
