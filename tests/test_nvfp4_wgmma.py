@@ -25,21 +25,25 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 bundle = get_local_kernel(Path({variant!r}))
 kernel = importlib.import_module(f"{{bundle.__name__}}.nvfp4.wgmma_gemm").nvfp4_wgmma_kernel
-pointers = dict(x_ptr="*bf16", w_ptr="*i64", scales_ptr="*i16", w_global_ptr="*fp32", out_ptr="*bf16",
-                expert_start_ptr="*i32", gather_ptr="*i32")
-constants = dict(N=272, K=320, GATE={gate}, HAS_LIMIT=False, SWIZZLED=False, X_GLOBAL_PER_ROW=False,
+pointers = dict(x_ptr="*bf16", w_ptr="*i64", w_global_ptr="*fp32", out_ptr="*bf16", expert_start_ptr="*i32",
+                gather_ptr="*i32")
+scales = {scales}
+constants = dict(N=272, K={depth}, GATE={gate}, HAS_LIMIT=False, SWIZZLED=False, X_GLOBAL_PER_ROW=False,
                  ROUNDED=triton.language.bfloat16, BLOCK_E=8, GROUPS=8, STAGES=4, **{tile})
 absent = ("x_global_ptr", "out_scales_ptr", "out_global_ptr", "expert_ids_ptr", "scatter_ptr")
 constants |= dict.fromkeys(absent)
 scalars = dict.fromkeys(("num_rows", "num_sources", "num_experts"), "i32")
 signature = dict.fromkeys(constants, "constexpr") | pointers | scalars
-signature |= dict(strides=("i32",) * 4, swiglu=("fp32",) * 2)
+signature |= dict(scales=scales, strides=("i32",) * 4, swiglu=("fp32",) * 2)
 signature = {{name: signature[name] for name in kernel.arg_names}}
 aligned = {{(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}}
+aligned |= {{(kernel.arg_names.index("scales"), i): [["tt.divisibility", 16]] for i in range(len(scales))}}
 source = GluonASTSource(kernel, signature, constants, aligned)
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps={warps}))
 Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
 """
+
+DENSE, COMPRESSED = ("*i16",), ("*u8", "*i32", "*i32", "*i32")
 
 PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+),")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
@@ -97,10 +101,14 @@ def overwritten_operands(instructions: list[str], labels: dict[str, int]) -> lis
 
 
 @pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton ships no nvdisasm")
+@pytest.mark.parametrize(("scales", "depth"), [(DENSE, 320), (COMPRESSED, 640), (COMPRESSED, 4096)])
 @pytest.mark.parametrize(("block_n", "block_t", "warps", "gate"), [(128, 128, 8, True), (64, 64, 4, False)])
-def test_products_in_flight_keep_their_operands(bundle_dir, run_python, tmp_path, block_n, block_t, warps, gate):
+def test_products_in_flight_keep_their_operands(
+    bundle_dir, run_python, tmp_path, block_n, block_t, warps, gate, scales, depth
+):
     tile = {"BLOCK_N": block_n, "BLOCK_T": block_t}
-    run_python(COMPILE.format(variant=str(bundle_dir), tile=tile, warps=warps, gate=gate))
+    variant = str(bundle_dir)
+    run_python(COMPILE.format(variant=variant, tile=tile, warps=warps, gate=gate, scales=scales, depth=depth))
     instructions, labels = read_sass(tmp_path / "kernel.cubin")
     assert sum("HGMMA" in code for code in instructions) >= 16
     assert not overwritten_operands(instructions, labels)
