@@ -145,9 +145,7 @@ def moe_forward(
     if hidden_states.dim() != 2 or hidden_states.shape[1] != experts.hidden_size:
         raise ValueError(f"hidden_states must be [M, {experts.hidden_size}], got shape {tuple(hidden_states.shape)}")
     if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden_states.shape[0]:
-        raise ValueError(
-            f"top_k_index must be [{hidden_states.shape[0]}, top_k], got shape {tuple(top_k_index.shape)}"
-        )
+        raise ValueError(f"top_k_index must be [{hidden_states.shape[0]}, top_k], got shape {tuple(top_k_index.shape)}")
     if scales_expanded and experts.scratch_size and experts.scratch is None:
         raise ValueError("scales_expanded needs experts.scratch, got None")
     num_experts = experts.num_experts
