@@ -27,25 +27,23 @@ class Machine:
     def __init__(self) -> None:
         self.operations = 0
         self.writes, self.reads, self.content = {}, {}, {}  # by scratch: operations since, and the layer it holds
-        self.capturing = False
+        self.capture = self.captures = 0  # the number of the capture that is under way
         machine = self
 
         class Stream:
             def __init__(self, device=None) -> None:
-                self.device, self.seen, self.captured = device, set(), False
+                self.device, self.seen = device, set()
 
             def wait_event(self, event) -> None:
-                assert event.captured == machine.capturing, "CUDA refuses to wait across a capture's begin or end"
+                assert event.capture == machine.capture, "CUDA refuses to wait across a capture's begin or end"
                 self.seen |= event.seen
-                self.captured |= event.captured
 
             def wait_stream(self, other) -> None:
                 self.seen |= other.seen
-                self.captured |= other.captured
 
         class Event:
             def record(self, stream) -> None:
-                self.seen, self.captured = set(stream.seen), stream.captured
+                self.seen, self.capture = set(stream.seen), machine.capture
 
         self.Stream, self.Event, self.current = Stream, Event, Stream()
 
@@ -53,7 +51,7 @@ class Machine:
         return self.current
 
     def is_current_stream_capturing(self) -> bool:
-        return self.capturing
+        return self.capture > 0
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -74,9 +72,24 @@ class Machine:
         seen.add(self.operations)
         self.operations += 1
 
-    def forget(self) -> None:
-        """A capture begins or ends: what ran before is ordered by whoever launches the graph."""
-        self.writes, self.reads = {}, {}
+    def begin_capture(self, streams: list) -> list:
+        """Two streams of a capture, the second forked off the first. Replays come after all that `streams` hold."""
+        self.captures += 1
+        self.capture, self.begin = self.captures, self.operations
+        self.before = self.current, dict(self.writes), {name: set(own) for name, own in self.reads.items()}
+        self.before += (dict(self.content),)
+        captured = [self.Stream(), self.Stream()]
+        for stream in captured:
+            stream.seen = set().union(*(stream.seen for stream in streams))
+        self.current = captured[0]
+        return captured
+
+    def end_capture(self, captured: list, side) -> None:
+        """Nothing of it has run: eager operations meet what was there before."""
+        forked = {operation for operation in side.seen if operation >= self.begin}
+        assert forked <= captured[0].seen | captured[1].seen, "the side stream is not joined: CUDA refuses the capture"
+        self.current, self.writes, self.reads, self.content = self.before
+        self.capture = 0
 
 
 class Memory:
@@ -127,9 +140,12 @@ def test_every_order_of_calls_is_free_of_races(bundle, machine, addresses, seed)
     layers = make_layers(addresses)
     prefetcher = bundle.ScalePrefetcher(layers)
     streams = [machine.current, machine.Stream()]
+    captured = []
     refused = used = 0
     for _ in range(1000):
-        action = chooser.choice(["prefetch", "prefetch", "forward", "forward", "forward", "fused", "switch", "capture"])
+        action = chooser.choice(
+            ["prefetch", "prefetch", "forward", "forward", "forward", "fused", "discard", "switch", "capture"]
+        )
         layer = chooser.randrange(NUM_LAYERS)
         before = machine.operations
         try:
@@ -138,28 +154,21 @@ def test_every_order_of_calls_is_free_of_races(bundle, machine, addresses, seed)
             elif action in ("forward", "fused"):
                 prefetcher.forward(layer, [0], **({"strategy": "fused"} if action == "fused" else {}))
                 used += 1
-            elif action == "switch" and not machine.capturing:
-                machine.current = chooser.choice(streams)
-            elif action == "capture" and chooser.random() < 0.2:
-                begin_or_end_capture(machine, prefetcher, streams)
+            elif action == "discard":
+                if chooser.random() < 0.3:
+                    prefetcher.discard()
+            elif action == "switch":
+                machine.current = chooser.choice(captured or streams)
+            elif captured:
+                prefetcher.discard()
+                machine.end_capture(captured, prefetcher._side)
+                captured = []
+            elif chooser.random() < 0.3:
+                captured = machine.begin_capture(streams)
         except RuntimeError:
             refused += 1
             assert machine.operations == before
     assert used > 200 and refused > 20
-
-
-def begin_or_end_capture(machine: Machine, prefetcher, streams: list) -> None:
-    prefetcher.discard()
-    if machine.capturing:
-        forked = {operation for operation in prefetcher._side.seen if operation >= machine.captured_from}
-        assert forked <= machine.current.seen, "the side stream is not joined: the capture would fail"
-        prefetcher._side.captured = False
-        machine.current = streams[0]
-    else:
-        machine.current = machine.Stream()
-        machine.current.captured, machine.captured_from = True, machine.operations
-    machine.capturing = not machine.capturing
-    machine.forget()
 
 
 @pytest.mark.parametrize("missing", ["wait_event", "wait_stream"])
@@ -189,7 +198,34 @@ def test_two_scratches_overlap_a_layer_with_the_next_expansion(bundle, machine):
             prefetcher.prefetch(1, 1)
             assert before in prefetcher._side.seen
         prefetcher.forward(1, [0])
-        machine.forget()
+
+
+def test_what_a_capture_refuses(bundle, machine):
+    prefetcher = bundle.ScalePrefetcher(make_layers([0, 0]))
+    prefetcher.prefetch(0, 1)
+    eager = machine.current
+    captured = machine.begin_capture([eager])
+    with pytest.raises(RuntimeError, match="prefetched outside a graph capture and is called inside it"):
+        prefetcher.forward(0, [0])
+    prefetcher.discard()  # not the capture's to give up
+    with pytest.raises(RuntimeError, match="layer 0 is prefetched and not used yet"):
+        prefetcher.prefetch(1, 1)
+    machine.end_capture(captured, prefetcher._side)
+    prefetcher.forward(0, [0])
+
+    captured = machine.begin_capture([eager])
+    prefetcher.prefetch(1, 1)
+    machine.current = captured[1]
+    with pytest.raises(RuntimeError, match="a second stream uses the scratch inside a graph capture"):
+        prefetcher.forward(1, [0])
+    machine.current = captured[0]
+    prefetcher.forward(1, [0])
+    prefetcher.prefetch(0, 1)
+    machine.capture, machine.current = 0, eager  # interrupted
+    with pytest.raises(RuntimeError, match="prefetched inside a graph capture and is called outside it"):
+        prefetcher.forward(0, [0])
+    prefetcher.discard()
+    assert prefetcher.prefetch(1, 1) is True
 
 
 def test_memory_of_the_side_stream_is_kept_for_it(bundle, machine):
@@ -324,10 +360,13 @@ def test_a_captured_stack_with_its_side_stream(bundle, num_scratches):
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
+    captured = []
+    for _ in range(2):  # one after the other, by one prefetcher
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.append((graph, run()))
     for seed in range(20):
+        graph, outputs = captured[seed % 2]
         other = make_call("cuda", 17, 2, seed, -1, NUM_EXPERTS + 1)
         for given, new in zip(call, other, strict=True):
             given.copy_(new)
@@ -352,6 +391,9 @@ def test_a_prefetch_is_not_used_across_the_begin_of_a_capture(bundle):
     prefetcher.prefetch(0, 17, "staged")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match="prefetched outside a graph capture"):
+    with (
+        torch.cuda.graph(graph),
+        pytest.raises(RuntimeError, match="prefetched outside a graph capture and is called inside"),
+    ):
         prefetcher.forward(0, *call, **options)
     prefetcher.forward(0, *call, **options)

@@ -29,8 +29,9 @@ MAX_SCRATCHES = 2
 class ScalePrefetcher:
     """Expands scales of `layers` ahead of their calls.
 
-    Any stream, of any thread, may call: uses of a scratch through one prefetcher follow each other on the GPU. A replay
-    of a captured graph is a use that it cannot see; the caller orders replays and other uses of the scratch.
+    Any stream, of any thread, may call: uses of a scratch through one prefetcher follow each other on the GPU. Inside a
+    graph capture only one stream may. A replay is a use that the prefetcher cannot see: the caller orders replays and
+    other uses of the scratch.
     """
 
     def __init__(self, layers: Sequence[NVFP4Experts]) -> None:
@@ -54,7 +55,8 @@ class ScalePrefetcher:
         """Start to expand layer `i_layer`'s scales for a call on `num_tokens` tokens; whether there is any use in it.
 
         Raises:
-            RuntimeError: a layer's prefetched scales in the same scratch have not been used yet. Nothing is launched.
+            RuntimeError: a layer's prefetched scales in the same scratch have not been used yet; or a second stream of
+                a graph capture calls. Nothing is launched.
         """
         experts, scratch = self.layers[i_layer], self._scratch_of[i_layer]
         if scratch is None or not uses_expanded_scales(experts, num_tokens, strategy):
@@ -66,11 +68,12 @@ class ScalePrefetcher:
                 expand_scales(experts)
             else:
                 stream = torch.cuda.current_stream(self._side.device)
+                scratch.check_stream(stream)
                 self._side.wait_stream(stream)
                 scratch.follow_last_use(self._side)
                 with torch.cuda.stream(self._side):
                     expand_scales(experts)
-                scratch.record_use(self._side)
+                scratch.record_prefetch(self._side)
             scratch.layer = i_layer
         return True
 
@@ -78,8 +81,9 @@ class ScalePrefetcher:
         """`moe_forward` of a layer, on its prefetched scales if there are any.
 
         Raises:
-            RuntimeError: the call would overwrite another layer's prefetched scales, or this layer's were prefetched
-                outside of the graph capture that calls, or inside one that has ended. Nothing is launched.
+            RuntimeError: the call would overwrite another layer's prefetched scales; or this layer's were prefetched on
+                the other side of a graph capture's begin or end; or a second stream of a capture calls. Nothing is
+                launched.
         """
         experts, scratch = self.layers[i_layer], self._scratch_of[i_layer]
         uses = scratch is not None and uses_expanded_scales(experts, len(hidden_states), options.get("strategy"))
@@ -89,11 +93,13 @@ class ScalePrefetcher:
             if scratch.layer not in (None, i_layer):
                 raise RuntimeError(f"layer {scratch.layer} is prefetched, got a call of layer {i_layer}")
             expanded = scratch.layer == i_layer
-            if expanded:
-                scratch.check_capture()
             stream = None if self._side is None else torch.cuda.current_stream(self._side.device)
             if stream is not None:
-                scratch.follow_last_use(stream)
+                scratch.check_stream(stream)
+                if expanded:
+                    scratch.follow_prefetch(stream)
+                else:
+                    scratch.follow_last_use(stream)
             out = moe_forward(experts, hidden_states, *routing, scales_expanded=expanded, **options)
             if stream is not None:
                 scratch.record_use(stream)
@@ -101,42 +107,79 @@ class ScalePrefetcher:
         return out
 
     def discard(self) -> None:
-        """Give up prefetches that no call will use; joins the side stream, as a graph capture must before it ends."""
+        """Give up prefetches that no call will use.
+
+        Inside a graph capture, those that it captured: this joins the side stream, as a capture must before it ends.
+        Outside, all of them, also what an interrupted capture left.
+        """
+        stream = None if self._side is None else torch.cuda.current_stream(self._side.device)
         with self._lock:
             for scratch in filter(None, self._scratch_of):
-                if scratch.layer is not None and self._side is not None:
-                    scratch.follow_last_use(torch.cuda.current_stream(self._side.device))
-                scratch.layer = None
+                scratch.discard(stream)
 
 
 class _Scratch:
-    """One scratch: which layer's prefetched scales it holds, and where its last use was launched."""
+    """One scratch: which layer's prefetched scales it holds, and what comes before its next use.
+
+    Events are never waited for across the begin or end of a capture, where CUDA refuses it, nor in a later capture than
+    the one that recorded them: a capture's only event is that of a prefetch which has not been used.
+    """
 
     def __init__(self) -> None:
         self.layer: int | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._captured = False
-        self._event: torch.cuda.Event | None = None
+        self._prefetch_is_captured = False
+        self._prefetched: torch.cuda.Event | None = None
+        self._last_stream: torch.cuda.Stream | None = None  # of eager uses
+        self._last_use: torch.cuda.Event | None = None
+        self._capturing_stream: torch.cuda.Stream | None = None
 
-    def record_use(self, stream: torch.cuda.Stream) -> None:
-        """`stream` holds a use of the scratch, its last one."""
-        self._event = self._event or torch.cuda.Event()
-        self._event.record(stream)
-        self._stream, self._captured = stream, _is_capturing()
+    def check_stream(self, stream: torch.cuda.Stream) -> None:
+        """Raise if another stream of the same capture has used the scratch, which nothing orders with this one."""
+        if not _is_capturing():
+            self._capturing_stream = None
+        elif self._capturing_stream in (None, stream):
+            self._capturing_stream = stream
+        else:
+            raise RuntimeError(
+                "a second stream uses the scratch inside a graph capture, where one alone may; "
+                "if these are two captures, call discard() between them, outside both"
+            )
 
-    def follow_last_use(self, stream: torch.cuda.Stream) -> None:
-        """Make `stream` wait for the last use, if both are in a graph capture or neither is: else no wait can."""
-        if self._stream is not None and self._stream != stream and self._captured == _is_capturing():
-            stream.wait_event(self._event)
+    def record_prefetch(self, side: torch.cuda.Stream) -> None:
+        self._prefetch_is_captured = _is_capturing()
+        self._prefetched = torch.cuda.Event()
+        self._prefetched.record(side)
 
-    def check_capture(self) -> None:
-        """Raise if the prefetched scales are on the other side of a graph capture's begin or end."""
-        if self._stream is not None and self._captured != _is_capturing():
-            sides = ("inside", "outside") if self._captured else ("outside", "inside")
+    def follow_prefetch(self, stream: torch.cuda.Stream) -> None:
+        if self._prefetch_is_captured != _is_capturing():
+            sides = ("inside", "outside") if self._prefetch_is_captured else ("outside", "inside")
             raise RuntimeError(
                 f"layer {self.layer} was prefetched {sides[0]} a graph capture and is called {sides[1]} it: "
                 "prefetch and call on the same side"
             )
+        stream.wait_event(self._prefetched)
+
+    def record_use(self, stream: torch.cuda.Stream) -> None:
+        if not _is_capturing():
+            self._last_use = self._last_use or torch.cuda.Event()
+            self._last_use.record(stream)
+            self._last_stream = stream
+
+    def follow_last_use(self, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait for the last use; in a capture its order on the one stream is enough."""
+        if self._last_stream not in (None, stream) and not _is_capturing():
+            stream.wait_event(self._last_use)
+
+    def discard(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None and not _is_capturing():
+            self._capturing_stream = None
+        if self.layer is not None and stream is not None:
+            if self._prefetch_is_captured == _is_capturing():
+                stream.wait_event(self._prefetched)
+                self.record_use(stream)
+            elif _is_capturing():
+                return
+        self.layer = None
 
 
 def _is_capturing() -> bool:
