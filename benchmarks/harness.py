@@ -12,6 +12,7 @@ import dataclasses
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,48 @@ def time_cold(call: Callable[[], None], *, samples: int = 20) -> Timing:
 
 
 TIMERS = {"warm": time_warm, "cold": time_cold}
+
+
+def time_in_turns(calls: dict[str, Callable[[], object]], *, samples: int, flush: bool) -> dict[str, Timing]:
+    """Each call's time, one sample of each after the other, so that a drift of the clocks changes no difference.
+
+    One graph a call; `flush` empties L2 before every sample. Without a GPU: by the wall clock.
+    """
+    if not torch.cuda.is_available():
+        takers = {name: _wall_clock(call) for name, call in calls.items()}
+    else:
+        takers = {name: _graph_clock(call, flush) for name, call in calls.items()}
+    rounds = [{name: take() for name, take in takers.items()} for _ in range(samples + 1)]
+    return {name: quantiles([taken[name] for taken in rounds[1:]]) for name in calls}
+
+
+def _graph_clock(call: Callable[[], object], flush: bool) -> Callable[[], float]:
+    begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+
+    def body() -> None:
+        if flush:
+            flush_l2()
+        begin.record()
+        call()
+        end.record()
+
+    graph = _capture(body)
+
+    def take() -> float:
+        graph.replay()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1000
+
+    return take
+
+
+def _wall_clock(call: Callable[[], object]) -> Callable[[], float]:
+    def take() -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+
+    return take
 
 
 @triton.jit

@@ -1,209 +1,250 @@
-"""The MoE forward against float64, and compressed scales that give the bits of dense ones, however they are decoded."""
+"""The MoE forward against float64, and compressed scales that give the bits of dense ones, however they are read."""
 
 from __future__ import annotations
 
 import dataclasses
-from types import ModuleType
+import importlib
 
 import pytest
 import torch
 
+from experts import NUM_EXPERTS, Shape, compressed, make_call, make_experts, make_scratch, reference
 from numeric import DEVICES
 
 every_device = pytest.mark.parametrize("device", DEVICES)
-NUM_EXPERTS, HIDDEN, INTERMEDIATE = 7, 256, 192
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+every_format = pytest.mark.parametrize("activation_format", [None, "bf16"], ids=["w4a4", "w4a16"])
+IDS = {"all": (0, NUM_EXPERTS), "sentinels": (-2, NUM_EXPERTS + 3), "one": (4, 5)}
+CALLS = [(1, 1), (5, 3), (64, 2), *((6, top_k) for top_k in range(1, 11)), (4096, 2)]
+REAL = {"qwen": (Shape(512, 2560, 640), 10), "glm": (Shape(288, 4096, 2048), 8)}
 
 
-def dequantize(packed: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """float64 `[E, N, K]` from the definition of NVFP4; `factor` broadcasts over `[E, N]`."""
-    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    return E2M1[codes.long()] * scales.double().repeat_interleave(16, -1) * factor.double()[..., None]
-
-
-def make_experts(bundle: ModuleType, device: str, seed: int = 0, **replaced):
-    """Random experts whose gate and up have global scales of their own, and their float64 weights, on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def quantized(rows: int, cols: int):
-        weight = torch.randn(NUM_EXPERTS, rows, cols, generator=generator) * 0.05
-        weight *= torch.rand(NUM_EXPERTS, rows, 1, generator=generator) + 0.5
-        return bundle.nvfp4_quantize_two_level(weight)
-
-    gate, gate_scales, gate_global = quantized(INTERMEDIATE, HIDDEN)
-    up, up_scales, up_global = quantized(INTERMEDIATE, HIDDEN)
-    down, down_scales, down_global = quantized(HIDDEN, INTERMEDIATE)
-    up_global = up_global * 1.75
-    scales = torch.cat([gate_scales.view(torch.uint8), up_scales.view(torch.uint8)], 1).view(torch.float8_e4m3fn)
-    fields = {
-        "gate_up": torch.cat([gate, up], 1),
-        "down": down,
-        "gate_up_scales": scales,
-        "down_scales": down_scales,
-        "gate_up_global": torch.stack([gate_global.view(-1), up_global.view(-1)], 1),
-        "down_global": down_global.view(-1),
-    }
-    weights = [
-        dequantize(gate, gate_scales, gate_global.view(-1, 1)),
-        dequantize(up, up_scales, up_global.view(-1, 1)),
-        dequantize(down, down_scales, down_global.view(-1, 1)),
-    ]
-    return bundle.NVFP4Experts(**{name: tensor.to(device) for name, tensor in fields.items()} | replaced), weights
-
-
-def compressed(bundle: ModuleType, experts, **replaced):
-    """The same experts with both scales compressed and a scratch, poisoned with NaN."""
-    fields = {}
-    for name in ("gate_up_scales", "down_scales"):
-        scales = getattr(experts, name)
-        fields[name] = bundle.prepare_nvfp4_csf_scales(
-            *bundle.compress_nvfp4_csf_scales(scales), num_rows=scales.shape[1], num_cols=scales.shape[2]
-        )
-    size = experts.gate_up_scales.numel() + experts.down_scales.numel()
-    scratch = torch.full((size,), 0x7F, dtype=torch.uint8, device=experts.gate_up.device)
-    return dataclasses.replace(experts, **fields | {"scratch": scratch} | replaced)
-
-
-def make_call(device: str, num_tokens: int, top_k: int, seed: int = 0, low: int = 0, high: int = NUM_EXPERTS):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16)
-    index = torch.randint(low, high, (num_tokens, top_k), generator=generator)
-    weights = torch.rand(num_tokens, top_k, generator=generator)
-    return hidden.to(device), index.to(device), weights.to(device)
-
-
-def reference(weights: list[torch.Tensor], hidden, index, top_k_weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 output, and the sum of magnitudes that bounds its rounding."""
-    gate, up, down = weights
-    hidden, index, top_k_weights = hidden.cpu().double(), index.cpu(), top_k_weights.cpu().double()
-    out = torch.zeros(hidden.shape, dtype=torch.float64)
-    magnitude = torch.zeros_like(out)
-    for token, choice in ((t, c) for t in range(index.shape[0]) for c in range(index.shape[1])):
-        expert = int(index[token, choice])
-        if not 0 <= expert < NUM_EXPERTS:
-            continue
-        inner = torch.nn.functional.silu(gate[expert] @ hidden[token]) * (up[expert] @ hidden[token])
-        out[token] += top_k_weights[token, choice] * (down[expert] @ inner)
-        magnitude[token] += top_k_weights[token, choice] * (down[expert].abs() @ inner.abs())
-    return out, magnitude
-
-
-@every_device
-@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (1, 10), (5, 3), (64, 2)])
-@pytest.mark.parametrize("ids", [(0, NUM_EXPERTS), (-2, NUM_EXPERTS + 3), (4, 5)], ids=["all", "sentinels", "one"])
-def test_weight_only_forward(bundle, device, num_tokens, top_k, ids):
-    experts, weights = make_experts(bundle, device)
-    call = make_call(device, num_tokens, top_k, low=ids[0], high=ids[1])
+def check_weight_only(bundle, experts, call) -> None:
     out = bundle.moe_forward(experts, *call, activation_format="bf16")
-    expected, magnitude = reference(weights, *call)
-    assert out.dtype == torch.bfloat16
+    expected, magnitude = reference(experts, *call)
+    assert out.dtype == call[0].dtype
     # Rounded to bf16 (2^-9 each): the inner row, each choice's row, the sum; the float32 sums are far below that.
-    error = (out.cpu().double() - expected).abs()
+    error = (out.double() - expected).abs()
     assert bool((error <= 4 * 2**-9 * magnitude + 1e-9).all()), float((error / (magnitude + 1e-9)).max())
 
 
-@every_device
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_quantized_activations(bundle, device, calibrated):
-    """W4A4 is the same layer up to four-bit activations: close in the whole, and not W4A16."""
-    inputs = torch.full((NUM_EXPERTS,), 2.0**-8, device=device)  # reaches 448 * 6 / 256 = 10.5
-    extra = {"gate_up_input_global": inputs, "down_input_global": 8 * inputs} if calibrated else {}
-    experts, weights = make_experts(bundle, device, **extra)
-    call = make_call(device, 33, 4)
-    out = bundle.moe_forward(experts, *call).cpu().double()
-    expected, _ = reference(weights, *call)
-    assert 0.01 < float((out - expected).norm() / expected.norm()) < 0.2
+def check_quantized(bundle, experts, call) -> None:
+    """Close to float64 with the same roundings to four bits: a few of them fall the other way, from sums in float32."""
+    out = bundle.moe_forward(experts, *call).double()
+    expected, magnitude = reference(experts, *call, quantized=True)
+    assert float((out - expected).norm()) <= 0.01 * float(expected.norm())
+    unrouted = magnitude.sum(1) == 0
+    assert not out[unrouted].any()
+
+
+def calibrated(device: str, per_expert: bool) -> dict[str, torch.Tensor]:
+    """Input globals that reach 448 * 6 / 256 = 10.5 for the hidden states, and eight times that inside."""
+    factor = torch.full((NUM_EXPERTS,) if per_expert else (), 2.0**-8, device=device)
+    if per_expert:
+        factor *= torch.linspace(1, 2, NUM_EXPERTS, device=device)
+    return {"gate_up_input_global": factor, "down_input_global": 8 * factor}
 
 
 @every_device
-@pytest.mark.parametrize("activation_format", [None, "bf16"])
-@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+@pytest.mark.parametrize(("num_tokens", "top_k"), CALLS)
+@pytest.mark.parametrize("ids", IDS)
+def test_weight_only_forward(bundle, device, num_tokens, top_k, ids):
+    check_weight_only(bundle, make_experts(bundle, device), make_call(device, num_tokens, top_k, 0, *IDS[ids]))
+
+
+@every_device
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (1, 10), (33, 4), (150, 3)])
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("inputs", ["measured", "one global", "one an expert"])
+def test_quantized_activations(bundle, device, num_tokens, top_k, ids, inputs):
+    extra = {} if inputs == "measured" else calibrated(device, inputs == "one an expert")
+    experts = make_experts(bundle, device, **extra)
+    call = make_call(device, num_tokens, top_k, 0, *IDS[ids])
+    check_quantized(bundle, experts, call)
+    exact, _ = reference(experts, *call)
+    out = bundle.moe_forward(experts, *call).double()
+    if exact.any():
+        assert 0.01 < float((out - exact).norm() / exact.norm()) < 0.3, "activations must have been quantized"
+
+
+@every_device
+def test_half_precision_and_one_global_for_both_halves(bundle, device):
+    experts = make_experts(bundle, device)
+    check_weight_only(bundle, experts, make_call(device, 9, 2, dtype=torch.float16))
+    call = make_call(device, 9, 2)
+    shared = dataclasses.replace(experts, gate_up_global=experts.gate_up_global[:, 0].contiguous())
+    doubled = dataclasses.replace(experts, gate_up_global=experts.gate_up_global[:, :1].expand(-1, 2))
+    out = bundle.moe_forward(shared, *call, activation_format="bf16")
+    assert torch.equal(out, bundle.moe_forward(doubled, *call, activation_format="bf16"))
+    assert not torch.equal(out, bundle.moe_forward(experts, *call, activation_format="bf16"))
+
+
+@every_device
+@every_format
+def test_no_tokens(bundle, device, activation_format):
+    experts = make_experts(bundle, device)
+    for given in (experts, compressed(bundle, experts)):
+        out = bundle.moe_forward(given, *make_call(device, 0, 2), activation_format=activation_format)
+        assert out.shape == (0, experts.hidden_size) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", REAL)
+def test_real_shapes(bundle, model):
+    shape, top_k = REAL[model]
+    experts = make_experts(bundle, "cuda", shape=shape)
+    staged = compressed(bundle, experts)
+    for num_tokens in (1, 4, 64, 4096):
+        call = make_call("cuda", num_tokens, top_k, num_tokens, -1, shape.num_experts + 1, hidden=shape.hidden)
+        check_weight_only(bundle, experts, call)
+        check_quantized(bundle, experts, call)
+        for activation_format in (None, "bf16"):
+            expected = bundle.moe_forward(experts, *call, activation_format=activation_format)
+            for strategy in ("staged", "fused"):
+                out = bundle.moe_forward(staged, *call, activation_format=activation_format, strategy=strategy)
+                assert torch.equal(out, expected), (num_tokens, activation_format, strategy)
+
+
+@every_device
+@every_format
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 40])
 def test_compressed_scales_give_the_bits_of_dense_ones(bundle, device, activation_format, num_tokens):
-    experts, _ = make_experts(bundle, device)
-    call = make_call(device, num_tokens, 2, low=-1, high=NUM_EXPERTS + 1)
-    expected = bundle.moe_forward(experts, *call, activation_format=activation_format)
-    assert bundle.expand_scales(experts) is False
+    """Batched and grouped calls, both strategies and the rule's, one stack compressed or two, a scratch or none."""
+    options = {"activation_format": activation_format}
+    experts = make_experts(bundle, device)
     staged = compressed(bundle, experts)
     half = compressed(bundle, experts, down_scales=experts.down_scales)
-    for given in (staged, half, dataclasses.replace(staged, scratch=None)):
-        assert torch.equal(bundle.moe_forward(given, *call, activation_format=activation_format), expected)
-    staged.scratch.fill_(0x7F)
-    assert bundle.expand_scales(staged) is True
-    for _ in range(2):
-        out = bundle.moe_forward(staged, *call, activation_format=activation_format, scales_expanded=True)
-        assert torch.equal(out, expected)
+    for seed in range(3 if device == "cuda" else 1):
+        call = make_call(device, num_tokens, 2, seed, -1, NUM_EXPERTS + 1)
+        expected = bundle.moe_forward(experts, *call, **options)
+        for strategy in (None, "staged", "fused"):
+            assert torch.equal(bundle.moe_forward(experts, *call, **options, strategy=strategy), expected)
+            for given in (staged, half, dataclasses.replace(staged, scratch=None)):
+                staged.scratch.fill_(0x7F)
+                out = bundle.moe_forward(given, *call, **options, strategy=strategy)
+                assert torch.equal(out, expected), (seed, strategy)
+        staged.scratch.fill_(0x7F)
+        assert bundle.expand_scales(staged) is True
+        for _ in range(2):
+            out = bundle.moe_forward(staged, *call, **options, strategy="staged", scales_expanded=True)
+            assert torch.equal(out, expected)
 
 
 @every_device
-def test_the_flag_really_skips_decoding(bundle, device):
-    experts, _ = make_experts(bundle, device)
-    call = make_call(device, 9, 2)
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_the_flag_really_skips_decoding(bundle, device, num_tokens):
+    experts = make_experts(bundle, device)
+    call = make_call(device, num_tokens, 2)
+    options = {"activation_format": "bf16", "scales_expanded": True}
     expected = bundle.moe_forward(experts, *call, activation_format="bf16")
     staged = compressed(bundle, experts)
     staged.scratch.zero_()
-    out = bundle.moe_forward(staged, *call, activation_format="bf16", scales_expanded=True)
-    assert not torch.equal(out, expected)
-    assert not out.any()
-    assert torch.equal(bundle.moe_forward(experts, *call, activation_format="bf16", scales_expanded=True), expected)
+    assert not bundle.moe_forward(staged, *call, **options, strategy="staged").any()
+    assert torch.equal(bundle.moe_forward(experts, *call, **options), expected)
+    assert bundle.expand_scales(experts) is False
+    bundle.moe_forward(staged, *call, activation_format="bf16", strategy="staged")
+    assert staged.scratch.any(), "a call without the flag expands its own experts"
+    if device == "cuda":
+        staged.scratch.fill_(0x7F)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            assert bundle.expand_scales(staged) is True
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(bundle.moe_forward(staged, *call, **options, strategy="staged"), expected)
 
 
 @every_device
-def test_only_routed_experts_are_decoded(bundle, device):
-    experts, _ = make_experts(bundle, device)
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_fused_calls_never_touch_the_scratch(bundle, device, num_tokens):
+    experts = make_experts(bundle, device)
+    call = make_call(device, num_tokens, 2)
+    expected = bundle.moe_forward(experts, *call, activation_format="bf16")
     staged = compressed(bundle, experts)
-    bundle.moe_forward(staged, *make_call(device, 9, 2, low=2, high=4), activation_format="bf16")
+    for given in (staged, dataclasses.replace(staged, scratch=None)):
+        for flag in (False, True):
+            out = bundle.moe_forward(given, *call, activation_format="bf16", strategy="fused", scales_expanded=flag)
+            assert torch.equal(out, expected)
+    assert bool((staged.scratch == 0x7F).all())
+
+
+@every_device
+@pytest.mark.parametrize("num_tokens", [4, 30])
+def test_only_routed_experts_are_decoded(bundle, device, num_tokens):
+    experts = make_experts(bundle, device)
+    staged = compressed(bundle, experts)
+    call = make_call(device, num_tokens, 2, low=2, high=4)
+    bundle.moe_forward(staged, *call, activation_format="bf16", strategy="staged")
     planes = staged.scratch[: experts.gate_up_scales.numel()].view(NUM_EXPERTS, -1)
     touched = (planes != 0x7F).any(1).tolist()
     assert touched == [False, False, True, True, False, False, False]
 
 
-@every_device
-def test_prefetched_layers_sharing_a_scratch(bundle, device):
-    """A random order of prefetched and plain calls over layers that share a scratch: always the dense layers' bits."""
-    dense = [make_experts(bundle, device, seed=i)[0] for i in range(3)]
-    scratch = torch.full((compressed(bundle, dense[0]).scratch_size,), 0x7F, dtype=torch.uint8, device=device)
-    layers = [compressed(bundle, experts, scratch=scratch) for experts in dense]
-    call = make_call(device, 17, 2)
-    expected = [bundle.moe_forward(experts, *call, activation_format="bf16") for experts in dense]
-    prefetcher = bundle.ScalePrefetcher(layers)
-    steps = 1000 if device == "cuda" else 30
-    order = torch.randint(0, 6, (steps,), generator=torch.Generator().manual_seed(3)).tolist()
-    for step, (i_layer, plain) in enumerate((choice % 3, choice > 3) for choice in order):
-        if not plain:
-            assert prefetcher.prefetch(i_layer, num_tokens=17) is True
-            if step % 7 == 0 and device == "cuda":
-                torch.cuda._sleep(200_000)  # attention that takes its time
-        out = prefetcher.forward(i_layer, *call, activation_format="bf16")
-        assert torch.equal(out, expected[i_layer]), (step, i_layer, plain)
-
-
-def test_what_the_prefetcher_refuses(bundle):
-    dense = make_experts(bundle, "cpu")[0]
-    layers = [compressed(bundle, dense)] * 2
-    call = make_call("cpu", 3, 2)
-    prefetcher = bundle.ScalePrefetcher(layers)
-    assert prefetcher.prefetch(0, num_tokens=3)
-    with pytest.raises(RuntimeError, match="layer 0 is prefetched and not used yet"):
-        prefetcher.prefetch(1, num_tokens=3)
-    with pytest.raises(RuntimeError, match="layer 0 is prefetched, got a call of layer 1"):
-        prefetcher.forward(1, *call)
-    prefetcher.discard()
-    prefetcher.forward(1, *call)
-    with pytest.raises(ValueError, match="must share one scratch"):
-        bundle.ScalePrefetcher([compressed(bundle, dense), compressed(bundle, dense)])
-    assert bundle.ScalePrefetcher([dense]).prefetch(0, num_tokens=3) is False
-
-
 def test_whether_expanded_scales_are_used(bundle):
-    dense = make_experts(bundle, "cpu")[0]
+    dense = make_experts(bundle, "cpu")
     staged = compressed(bundle, dense)
-    assert bundle.uses_expanded_scales(staged, 8) is True
-    assert bundle.uses_expanded_scales(staged, 0) is False
+    assert bundle.uses_expanded_scales(staged, 8, "staged") is True
+    assert bundle.uses_expanded_scales(staged, 8, strategy="fused") is False
+    assert bundle.uses_expanded_scales(staged, 0, "staged") is False
+    assert bundle.uses_expanded_scales(dataclasses.replace(staged, scratch=None), 8, "staged") is False
     assert bundle.uses_expanded_scales(dense, 8) is False
+    assert bundle.uses_expanded_scales(dense, 8, "staged") is False
+    moe = importlib.import_module(f"{bundle.__name__}.moe")
+    for num_tokens in (1, 64, 100_000):
+        assert bundle.uses_expanded_scales(staged, num_tokens) is (moe.choose_strategy(num_tokens) == "staged")
+
+
+def test_the_rules_change_once(bundle):
+    """Few tokens fused and many staged; few rows batched and many grouped; the call that the rule names is taken."""
+    moe = importlib.import_module(f"{bundle.__name__}.moe")
+    most = moe.FUSED_MAX_TOKENS
+    assert [moe.choose_strategy(n) for n in (max(most, 0), most + 1, 10**6)] == ["fused", "staged", "staged"]
+    most = moe.BATCHED_MAX_ROWS
+    assert [moe.is_batched(n) for n in (0, most, most + 1)] == [True, True, False]
+    experts = make_experts(bundle, "cpu")
+    counts = [num_tokens for num_tokens in (most, most + 1) if num_tokens]
+    taken = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("matmul_batched", "matmul_grouped"):
+            real = getattr(moe, name)
+            patch.setattr(moe, name, lambda *a, real=real, name=name, **k: taken.append(name) or real(*a, **k))
+        for num_tokens in counts:
+            bundle.moe_forward(experts, *make_call("cpu", num_tokens, 1))
+    expected = ["matmul_batched" if num_tokens <= most else "matmul_grouped" for num_tokens in counts]
+    assert taken == [name for name in expected for _ in ("gate_up", "down")]
+
+
+def test_what_the_forward_refuses(bundle):
+    dense = make_experts(bundle, "cpu")
+    staged = compressed(bundle, dense)
+    hidden, index, weights = make_call("cpu", 3, 2)
+    for error, message, call, options in (
+        (ValueError, r"hidden_states must be \[M, 256\]", (hidden[:, :-16], index, weights), {}),
+        (ValueError, r"top_k_index must be \[3, top_k\]", (hidden, index[:2], weights), {}),
+        (ValueError, r"top_k_index must be \[3, top_k\]", (hidden, index[:, :0], weights[:, :0]), {}),
+        (ValueError, r"top_k_weights must have shape \(3, 2\)", (hidden, index, weights[:, :1]), {}),
+        (ValueError, "top_k_index must be on cpu", (hidden, index.to("meta"), weights), {}),
+        (TypeError, "hidden_states must be torch.bfloat16", (hidden.double(), index, weights), {}),
+        (TypeError, "top_k_index must be torch.int32", (hidden, index.short(), weights), {}),
+        (TypeError, "top_k_weights must be floating", (hidden, index, index), {}),
+        (ValueError, "activation_format must be None or", (hidden, index, weights), {"activation_format": "fp8"}),
+        (ValueError, "strategy must be None or one of 'staged', 'fused', got 'fast'", (hidden, index, weights),
+         {"strategy": "fast"}),
+    ):  # fmt: skip
+        for experts in (dense, staged):
+            with pytest.raises(error, match=message):
+                bundle.moe_forward(experts, *call, **options)
+    assert bool((staged.scratch == 0x7F).all()), "nothing may have run"
+    with pytest.raises(ValueError, match="strategy must be None or one of"):
+        bundle.uses_expanded_scales(dense, 3, "fast")
+    bare = dataclasses.replace(staged, scratch=None)
+    with pytest.raises(ValueError, match=r"scales_expanded needs experts\.scratch"):
+        bundle.moe_forward(bare, hidden, index, weights, strategy="staged", scales_expanded=True)
+    with pytest.raises(ValueError, match="scratch must be a uint8 tensor"):
+        bundle.expand_scales(bare)
 
 
 def test_experts_that_do_not_fit_together(bundle):
-    dense = make_experts(bundle, "cpu")[0]
+    dense = make_experts(bundle, "cpu")
     staged = compressed(bundle, dense)
     for experts, change, message in (
         (dense, {"down": dense.down[:-1]}, "down must have shape"),
@@ -213,49 +254,47 @@ def test_experts_that_do_not_fit_together(bundle):
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(experts, **change)
-    with pytest.raises(ValueError, match="scratch must be a uint8 tensor"):
-        bundle.expand_scales(dataclasses.replace(staged, scratch=None))
+    assert staged.scratch_size == make_scratch(dense).numel() and dense.scratch_size == 0
+
+
+@every_device
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+@pytest.mark.parametrize("num_tokens", [4, 17])
+def test_compiles_in_one_graph(bundle, device, strategy, num_tokens):
+    experts = make_experts(bundle, device)
+    staged = compressed(bundle, experts)
+    for given in (staged, dataclasses.replace(staged, scratch=None)):
+        compiled = torch.compile(
+            lambda *call, given=given: bundle.moe_forward(given, *call, activation_format="bf16", strategy=strategy),
+            fullgraph=True, backend="aot_eager",
+        )  # fmt: skip
+        for seed in range(3):
+            call = make_call(device, num_tokens, 2, seed)
+            assert torch.equal(compiled(*call), bundle.moe_forward(experts, *call, activation_format="bf16"))
 
 
 @pytest.mark.gpu
-def test_the_forward_in_a_graph_with_its_side_stream(bundle):
-    """Captured with the prefetch in it, replayed with other routing, allocating nothing."""
-    dense = make_experts(bundle, "cuda")[0]
-    staged = compressed(bundle, dense)
-    prefetcher = bundle.ScalePrefetcher([staged])
-    call = make_call("cuda", 17, 2)
-
-    def run() -> torch.Tensor:
-        prefetcher.prefetch(0, num_tokens=17)
-        return prefetcher.forward(0, *call, activation_format="bf16")
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
+@every_format
+@pytest.mark.parametrize("strategy", ["dense", "staged", "fused"])
+@pytest.mark.parametrize("num_tokens", [1, 17, 600])
+def test_a_graph_follows_its_routing(bundle, activation_format, strategy, num_tokens):
+    """Captured once, replayed with other tokens and routing, allocating nothing."""
+    dense = make_experts(bundle, "cuda")
+    given = dense if strategy == "dense" else compressed(bundle, dense)
+    options = {"activation_format": activation_format, "strategy": None if strategy == "dense" else strategy}
+    call = make_call("cuda", num_tokens, 2)
+    bundle.moe_forward(given, *call, **options)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run()
-    for seed in range(20):
-        other = make_call("cuda", 17, 2, seed=seed)
-        for given, new in zip(call, other, strict=True):
-            given.copy_(new)
-        staged.scratch.fill_(0x7F)
+        out = bundle.moe_forward(given, *call, **options)
+    for seed in range(5):
+        other = make_call("cuda", num_tokens, 2, seed, -1, NUM_EXPERTS + 1)
+        for holder, new in zip(call, other, strict=True):
+            holder.copy_(new)
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         graph.replay()
         torch.cuda.synchronize()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        assert torch.equal(out, bundle.moe_forward(dense, *other, activation_format="bf16"))
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_compiles_in_one_graph(bundle, device):
-    staged = compressed(bundle, make_experts(bundle, device)[0])
-    compiled = torch.compile(
-        lambda *call: bundle.moe_forward(staged, *call, activation_format="bf16"), fullgraph=True, backend="aot_eager"
-    )
-    for seed in range(3):
-        call = make_call(device, 17, 2, seed=seed)
-        assert torch.equal(compiled(*call), bundle.moe_forward(staged, *call, activation_format="bf16"))
+        assert torch.equal(out, bundle.moe_forward(dense, *other, activation_format=activation_format))

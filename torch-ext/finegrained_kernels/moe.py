@@ -1,9 +1,13 @@
 """The MoE layer on prepared experts: routing, gated up-projection, down-projection, weighted sum.
 
-Scales that are kept compressed are decoded before the GEMMs read them: by the call itself, only those of experts that
-have rows, or ahead of it by `expand_scales`, all of them, on whatever stream is current. Both write the experts'
-scratch, which layers may share; the caller orders streams, or lets `ScalePrefetcher` do it. Dense, staged and expanded
-scales run the same GEMMs and give the same bits.
+Scales that are kept compressed are read by one of two strategies:
+
+    "staged"  they are decoded into the experts' scratch before the GEMMs read them: by the call itself, only those of
+              experts that have rows, or ahead of it by `expand_scales`, all of them, on whatever stream is current.
+              Layers may share a scratch; the caller orders streams, or lets `ScalePrefetcher` do it.
+    "fused"   the GEMMs read them compressed. No scratch is touched, or needed.
+
+Neither the strategy nor dense scales change which GEMMs run or their tiles, so outputs have the same bits.
 """
 
 from __future__ import annotations
@@ -15,10 +19,35 @@ import torch
 
 from .csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
 from .csf.scales import NVFP4CSFScales
-from .nvfp4.matmul import matmul_grouped
-from .routing import compute_grouped_scheduling, weighted_reduce
+from .nvfp4.matmul import matmul_batched, matmul_grouped
+from .routing import INDEX_DTYPES, compute_grouped_scheduling, weighted_reduce
 
 Scales = Union[torch.Tensor, NVFP4CSFScales]
+
+STRATEGIES = ("staged", "fused")
+
+FUSED_MAX_TOKENS = 0
+"""Most tokens of a call whose compressed scales are read in the GEMMs by default (`choose_strategy`)."""
+
+BATCHED_MAX_ROWS = 16
+"""Most routed rows, tokens x top-k, of a call that gives every row its own tiles (`is_batched`)."""
+
+
+def choose_strategy(num_tokens: int) -> str:
+    """The strategy of a call that names none.
+
+    Few tokens leave most experts idle and the GEMMs wait for memory, which compressed scales ask less of; many tokens
+    read every scale several times, and decoding it once is less work.
+    """
+    return "fused" if num_tokens <= FUSED_MAX_TOKENS else "staged"
+
+
+def is_batched(num_rows: int) -> bool:
+    """Whether a call runs its GEMMs a row a tile, unsorted, rather than grouped by expert.
+
+    Depends on the rows alone: dense, staged and fused calls must take the same tiles.
+    """
+    return num_rows <= BATCHED_MAX_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +121,23 @@ class NVFP4Experts:
         return [scales for scales in (self.gate_up_scales, self.down_scales) if isinstance(scales, NVFP4CSFScales)]
 
 
-def uses_expanded_scales(experts: NVFP4Experts, num_tokens: int) -> bool:
-    """Would `moe_forward(experts, ...)` on `num_tokens` tokens read scales that `expand_scales` wrote?"""
-    return num_tokens > 0 and experts.scratch is not None and experts.scratch_size > 0
+def uses_expanded_scales(experts: NVFP4Experts, num_tokens: int, strategy: str | None = None) -> bool:
+    """Would `moe_forward(experts, ..., strategy=strategy)` on `num_tokens` tokens read what `expand_scales` wrote?
+
+    Raises:
+        ValueError: a strategy that does not exist.
+    """
+    staged = _strategy_of(experts, num_tokens, strategy) == "staged"
+    return staged and num_tokens > 0 and experts.scratch is not None
+
+
+def _strategy_of(experts: NVFP4Experts, num_tokens: int, strategy: str | None) -> str | None:
+    """How a call reads compressed scales; None where there are none."""
+    if strategy not in (None, *STRATEGIES):
+        raise ValueError(f"strategy must be None or one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
+    if not experts.scratch_size:
+        return None
+    return strategy or choose_strategy(num_tokens)
 
 
 def expand_scales(experts: NVFP4Experts) -> bool:
@@ -110,7 +153,7 @@ def expand_scales(experts: NVFP4Experts) -> bool:
         return False
     if experts.scratch is None:
         raise ValueError(f"experts.scratch must be a uint8 tensor of {experts.scratch_size} bytes, got None")
-    _dense_scales(experts, expand=True)
+    _staged_scales(experts, expand=True)
     return True
 
 
@@ -123,6 +166,7 @@ def moe_forward(
     activation_format: str | None = None,
     swiglu_alpha: float | None = None,
     swiglu_limit: float | None = None,
+    strategy: str | None = None,
     scales_expanded: bool = False,
 ) -> torch.Tensor:
     """`sum over k of weight * down(silu(gate(x)) * up(x))` for each token, over its experts.
@@ -134,7 +178,10 @@ def moe_forward(
         top_k_weights: floating point `[M, top_k]`.
         activation_format: None for W4A4, "bf16" for W4A16.
         swiglu_alpha, swiglu_limit: as in the GEMMs (nvfp4/matmul.py).
-        scales_expanded: the scratch holds these experts' scales already, from `expand_scales`; do not decode.
+        strategy: how compressed scales are read, "staged" or "fused"; None: as `choose_strategy` says. Dense scales
+            have nothing to choose and ignore it, so that layers of both kinds take the same call.
+        scales_expanded: the scratch holds these experts' scales already, from `expand_scales`; a staged call does not
+            decode. Other calls ignore it: `uses_expanded_scales` tells which they are.
 
     Returns:
         `[M, H]` in the dtype of `hidden_states`.
@@ -142,44 +189,89 @@ def moe_forward(
     Raises:
         ValueError, TypeError: naming the argument.
     """
-    if hidden_states.dim() != 2 or hidden_states.shape[1] != experts.hidden_size:
-        raise ValueError(f"hidden_states must be [M, {experts.hidden_size}], got shape {tuple(hidden_states.shape)}")
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != hidden_states.shape[0]:
-        raise ValueError(f"top_k_index must be [{hidden_states.shape[0]}, top_k], got shape {tuple(top_k_index.shape)}")
-    if scales_expanded and experts.scratch_size and experts.scratch is None:
+    _check_call(experts, hidden_states, top_k_index, top_k_weights, activation_format)
+    num_tokens, top_k = top_k_index.shape
+    strategy = _strategy_of(experts, num_tokens, strategy)
+    staged = strategy == "staged"
+    if scales_expanded and staged and experts.scratch is None:
         raise ValueError("scales_expanded needs experts.scratch, got None")
-    num_experts = experts.num_experts
-    expert_start, gather_idx, scatter_idx = compute_grouped_scheduling(top_k_index, num_experts, top_k_index.shape[1])
-    gate_up_scales, down_scales = _dense_scales(
-        experts, expand=not scales_expanded, expert_start=expert_start, max_active=min(num_experts, top_k_index.numel())
-    )
+    if not num_tokens:
+        return torch.empty_like(hidden_states)
+    expand = staged and not scales_expanded
+    batched = is_batched(top_k_index.numel())
+    expert_start = gather_idx = scatter_idx = None
+    if expand or not batched:
+        expert_start, gather_idx, scatter_idx = compute_grouped_scheduling(top_k_index, experts.num_experts, top_k)
+    gate_up_scales, down_scales = experts.gate_up_scales, experts.down_scales
+    if staged:
+        max_active = min(experts.num_experts, top_k_index.numel())
+        gate_up_scales, down_scales = _staged_scales(
+            experts, expand=expand, expert_start=expert_start, max_active=max_active
+        )
+    if batched:
+        # A row a choice, in the order of the output: the GEMMs need no index but the experts'.
+        rows = hidden_states.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, experts.hidden_size)
+        matmul, gather, scatter = matmul_batched, {}, {}
+        routing = {"expert_ids": top_k_index.reshape(-1)}
+    else:
+        rows, matmul, routing = hidden_states, matmul_grouped, {"expert_start": expert_start}
+        gather, scatter = {"gather_idx": gather_idx}, {"scatter_idx": scatter_idx}
     quantize = activation_format is None and experts.down_input_global is not None
-    inner = matmul_grouped(
-        hidden_states, experts.gate_up, None, gate_up_scales,
-        expert_start=expert_start, gather_idx=gather_idx, activation_format=activation_format,
-        gate=True, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
+    inner = matmul(
+        rows, experts.gate_up, None, gate_up_scales, **routing, **gather,
+        activation_format=activation_format, gate=True, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
         quantize_output=quantize, output_global_scale=experts.down_input_global if quantize else None,
         a_global_scale=None if activation_format else experts.gate_up_input_global,
         b_global_scale=experts.gate_up_global,
     )  # fmt: skip
     inner, inner_scales = inner if quantize else (inner, None)
-    rows = matmul_grouped(
-        inner, experts.down, inner_scales, down_scales,
-        expert_start=expert_start, scatter_idx=scatter_idx, activation_format=activation_format,
-        output_dtype=hidden_states.dtype, a_global_scale=experts.down_input_global if quantize else None,
-        b_global_scale=experts.down_global,
+    rows = matmul(
+        inner, experts.down, inner_scales, down_scales, **routing, **scatter,
+        activation_format=activation_format, output_dtype=hidden_states.dtype,
+        a_global_scale=experts.down_input_global if quantize else None, b_global_scale=experts.down_global,
     )  # fmt: skip
-    return weighted_reduce(rows, top_k_index, top_k_weights, num_experts)
+    return weighted_reduce(rows, top_k_index, top_k_weights, experts.num_experts)
 
 
-def _dense_scales(
+def _check_call(
+    experts: NVFP4Experts,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    activation_format: str | None,
+) -> None:
+    """All that the kernels would find wrong, before the first of them runs."""
+    device = experts.gate_up.device
+    if hidden_states.dim() != 2 or hidden_states.shape[1] != experts.hidden_size:
+        raise ValueError(f"hidden_states must be [M, {experts.hidden_size}], got shape {tuple(hidden_states.shape)}")
+    num_tokens = hidden_states.shape[0]
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != num_tokens or top_k_index.shape[1] < 1:
+        raise ValueError(f"top_k_index must be [{num_tokens}, top_k], got shape {tuple(top_k_index.shape)}")
+    if top_k_weights.shape != top_k_index.shape:
+        expected, got = tuple(top_k_index.shape), tuple(top_k_weights.shape)
+        raise ValueError(f"top_k_weights must have shape {expected}, as top_k_index has, got {got}")
+    if hidden_states.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"hidden_states must be torch.bfloat16 or torch.float16, got {hidden_states.dtype}")
+    if top_k_index.dtype not in INDEX_DTYPES:
+        raise TypeError(f"top_k_index must be torch.int32 or torch.int64, got {top_k_index.dtype}")
+    if not top_k_weights.is_floating_point():
+        raise TypeError(f"top_k_weights must be floating point, got {top_k_weights.dtype}")
+    named = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    for name, tensor in named.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device} like the experts, got {tensor.device}")
+    if activation_format not in (None, "bf16"):
+        raise ValueError(f"activation_format must be None or 'bf16', got {activation_format!r}")
+
+
+def _staged_scales(
     experts: NVFP4Experts,
     *,
     expand: bool,
     expert_start: torch.Tensor | None = None,
     max_active: int | None = None,
 ) -> list[torch.Tensor]:
-    """Both stacks of scales as the GEMMs read them: dense ones as they are, compressed ones from the scratch."""
+    """Both stacks of scales, dense: such as are so already, and compressed ones from the scratch."""
     dense, offset = [], 0
     for scales in (experts.gate_up_scales, experts.down_scales):
         if not isinstance(scales, NVFP4CSFScales):

@@ -55,8 +55,8 @@ def strip_cols(cols: int, groups: int) -> int:
 
 
 def strip_stride(cols: int, groups: int) -> int:
-    """Bytes from row to row of decoded scales: whole chunks, and 16 mod 32, so that 8 rows meet different banks."""
-    return (-(-cols // groups) * groups + 15) // 32 * 32 + 16
+    """Bytes from row to row of decoded scales: an odd number of chunks, so that 8 rows meet different banks."""
+    return groups * (-(-cols // groups) | 1)
 
 
 def strip_bytes(config: Config, depth: int) -> int:

@@ -103,8 +103,8 @@ def new_strip(num_rows, BLOCK_N: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.co
     )
     if COLS % GROUPS != 0:  # what lies past a row's end is multiplied by zeros, and must not be NaN
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        for i in gl.static_range(BLOCK_N * STRIDE // 512):
-            call(STORE_ZERO, "=r,r", [strip + i * 512 + 4 * gl.arange(0, 128, LAYOUT)])
+        for i in gl.static_range(BLOCK_N * STRIDE // 256):
+            call(STORE_ZERO, "=r,r", [strip + i * 256 + 4 * gl.arange(0, 64, LAYOUT)])
     return strip
 
 
@@ -198,7 +198,7 @@ def store_windows(strip, windows, COLS: gl.constexpr, GROUPS: gl.constexpr, GATE
     row = strip_row(segment // PARTS % HALF, segment // (PARTS * HALF), GATE)
     address = strip + row * strip_stride(COLS, GROUPS) + segment % PARTS * (COLS // PARTS)
     base = base.to(gl.int32) * 0x01010101
-    STEP: gl.constexpr = 2 if len(words) % 2 == 0 else 1
+    STEP: gl.constexpr = 2 if len(words) % 2 == 0 and strip_stride(COLS, GROUPS) % 16 == 0 else 1
     for i in gl.static_range(0, len(words), STEP):
         first = gl.convert_layout(words[i], LANES, assert_trivial=True)
         if STEP == 2:
@@ -209,7 +209,7 @@ def store_windows(strip, windows, COLS: gl.constexpr, GROUPS: gl.constexpr, GATE
 
 
 @gluon.jit
-def patch_strip(
+def store_exceptions(
     strip, exceptions, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.constexpr,
     GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
@@ -231,19 +231,27 @@ def patch_strip(
 
 
 @gluon.jit
+def patch_strip(
+    strip, csf, exceptions, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
+    GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Store the loaded exceptions over the windows, and what further ones there are."""
+    store_exceptions(strip, exceptions, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+    BLOCK_X: gl.constexpr = exceptions[0].shape[0]
+    for begin in range(BLOCK_X, ranges[1] - ranges[0] + ranges[3] - ranges[2], BLOCK_X):
+        late = load_exceptions(csf, ranges, begin, BLOCK_N, C)
+        store_exceptions(strip, late, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+
+
+@gluon.jit
 def decode_strip(
     strip, csf, windows, exceptions, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
     GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Decode loaded windows and exceptions, and what further exceptions there are. Every warp must be done with the
-    strip; ends with a barrier."""
+    """Decode loaded windows and exceptions. Every warp must be done with the strip; ends with a barrier."""
     store_windows(strip, windows, COLS, GROUPS, GATE, BLOCK_N)
     barrier()
-    patch_strip(strip, exceptions, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
-    BLOCK_X: gl.constexpr = exceptions[0].shape[0]
-    for begin in range(BLOCK_X, ranges[1] - ranges[0] + ranges[3] - ranges[2], BLOCK_X):
-        late = load_exceptions(csf, ranges, begin, BLOCK_N, C)
-        patch_strip(strip, late, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+    patch_strip(strip, csf, exceptions, ranges, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
     barrier()
 
 

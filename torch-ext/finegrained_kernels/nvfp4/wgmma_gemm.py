@@ -24,6 +24,8 @@ from .csf_strip import (
     load_exceptions,
     load_windows,
     new_strip,
+    patch_strip,
+    store_windows,
     strip_pairs,
     strip_stride,
 )
@@ -158,12 +160,13 @@ def multiply(
                             N, K, GATE, SWIZZLED, BLOCK_N, GROUPS,
                         )  # fmt: skip
                 async_copy.commit_group()
-                if TWO_STRIPS and len(scales) == 4:  # noqa: SIM102
-                    if chunk == NUM_CHUNKS // 2:
-                        decode_strip(
-                            next_strip, scales, held[0], held[1], next_ranges, next_n_tile, 0,
-                            N, C, C, GROUPS, GATE, BLOCK_N,
-                        )  # fmt: skip
+                if TWO_STRIPS and len(scales) == 4:  # each step of decoding between two chunks' barriers
+                    if chunk == NUM_CHUNKS - 2:
+                        store_windows(next_strip, held[0], C, GROUPS, GATE, BLOCK_N)
+                    if chunk == NUM_CHUNKS - 1:
+                        patch_strip(
+                            next_strip, scales, held[1], next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N
+                        )
             acc, _ = hopper.warpgroup_mma_wait(1, deps=[acc, busy])  # what products read keeps its registers until then
             busy = left
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, busy])
@@ -226,7 +229,7 @@ def nvfp4_wgmma_kernel(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     COMPRESSED: gl.constexpr = len(scales) == 4
     STRIP: gl.constexpr = BLOCK_N * strip_stride(C, GROUPS)
-    TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT
+    TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT and C > GROUPS
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2))
     w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
     if COMPRESSED:

@@ -1,0 +1,392 @@
+"""What does keeping scales compressed cost a whole MoE layer, and a stack of them, by strategy?
+
+    LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/moe_layer.py [--only layer stack]
+
+Strategies: `dense`; `staged`, decoding in the call; `prefetched`, decoded before it (in a stack: on a side stream, into
+one scratch, or two as `prefetched_2`); `fused`; and in a stack `default`, for a caller who prefetches and names none.
+Outputs of all are compared bit for bit, three seeds each, before any is timed.
+
+`layer`  one layer, L2 flushed. Bytes: weights and scales of the experts that have rows, once, as the strategy stores
+         them; staged adds the decoded bytes, written and read. Activations are not counted. The roof reads as many.
+`stack`  attention and MoE layers, warm: projections, SDPA and weights of each layer's own. Prefill of one sequence, or
+         decode of one token a sequence against a cache of CONTEXT tokens. Bytes: what expanding every layer moves; time
+         of that alone is `expansion`. Prefetch hides 1 - (prefetched - dense) / (staged - dense) of it.
+`paths`  few rows, batched against grouped: where the rule should change.
+Rows `memory` hold resident bytes a layer; the scratch is shared by all layers of a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import itertools
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import harness
+import torch
+import torch.nn.functional as F
+from csf_decode import make_planes, moved_bytes
+
+from finegrained_kernels import load
+
+SEEDS = 3
+SAMPLES = {"few tokens": 20, "many tokens": 9}
+CONTEXT = 4096
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A model's layer; `gate_percent`, `down_percent`: exceptions of its scales, as the real stacks have."""
+
+    name: str
+    num_experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gate_percent: float = 1.02
+    down_percent: float = 0.22
+    context: int = CONTEXT
+    layer_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)
+    path_tokens: tuple[int, ...] = (1, 2, 4, 8, 16)
+    prefill: tuple[int, ...] = (2048, 8192, 32768)
+    decode: tuple[int, ...] = (1, 4, 16, 64)
+
+
+QWEN = Shape("qwen", 512, 2560, 640, 8, heads=32, kv_heads=4, head_dim=128)
+TINY = Shape("tiny", 6, 64, 32, 2, heads=4, kv_heads=2, head_dim=16, context=32, layer_tokens=(1, 24),
+             path_tokens=(2,), prefill=(24,), decode=(2,))  # fmt: skip
+SHAPES = {shape.name: shape for shape in (QWEN, TINY)}
+
+
+def make_layer(bundle: ModuleType, shape: Shape, seed: int, scratch: torch.Tensor | None = None):
+    """(dense experts, the same compressed). Random codes; scales with one window a row; gate and up globals differ."""
+    experts, hidden, inner = shape.num_experts, shape.hidden, shape.intermediate
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def codes(*size: int) -> torch.Tensor:
+        return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8, device=DEVICE)
+
+    gate_up_planes = make_planes(experts, 2 * inner, hidden // 16, shape.gate_percent, 2 * seed, DEVICE)
+    down_planes = make_planes(experts, hidden, inner // 16, shape.down_percent, 2 * seed + 1, DEVICE)
+    spread = 1 + torch.rand(experts, 3, generator=generator, device=DEVICE)
+    dense = bundle.NVFP4Experts(
+        gate_up=codes(experts, 2 * inner, hidden // 2),
+        down=codes(experts, hidden, inner // 2),
+        gate_up_scales=gate_up_planes.view(torch.float8_e4m3fn),
+        down_scales=down_planes.view(torch.float8_e4m3fn),
+        gate_up_global=(spread[:, :2] * 0.01 / hidden**0.5).contiguous(),
+        down_global=(spread[:, 2] * 0.01 / inner**0.5).contiguous(),
+    )
+    prepared = {}
+    for name, planes in (("gate_up_scales", gate_up_planes), ("down_scales", down_planes)):
+        wire = bundle.compress_nvfp4_csf_scales(planes)
+        prepared[name] = bundle.prepare_nvfp4_csf_scales(*wire, num_rows=planes.shape[1], num_cols=planes.shape[2])
+    if scratch is None:
+        scratch = new_scratch(dense)
+    return dense, dataclasses.replace(dense, **prepared, scratch=scratch)
+
+
+def num_samples(tokens: int) -> int:
+    return SAMPLES["few tokens" if tokens <= 2048 else "many tokens"]
+
+
+def new_scratch(dense) -> torch.Tensor:
+    return torch.empty(dense.gate_up_scales.nbytes + dense.down_scales.nbytes, dtype=torch.uint8, device=DEVICE)
+
+
+def make_call(shape: Shape, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, and uniform routing to `top_k` experts each."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    draw = {"generator": generator, "device": DEVICE}
+    hidden = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, **draw)
+    index = torch.rand(tokens, shape.num_experts, **draw).topk(shape.top_k).indices
+    return hidden, index, torch.rand(tokens, shape.top_k, **draw)
+
+
+def layer_calls(bundle: ModuleType, layer, call, options: dict) -> dict[str, Callable[[], torch.Tensor]]:
+    dense, compressed = layer
+    forward = bundle.moe_forward
+    return {
+        "dense": lambda: forward(dense, *call, **options),
+        "staged": lambda: forward(compressed, *call, **options, strategy="staged"),
+        "prefetched": lambda: forward(compressed, *call, **options, strategy="staged", scales_expanded=True),
+        "fused": lambda: forward(compressed, *call, **options, strategy="fused"),
+    }
+
+
+def check_equal(outputs: dict[str, torch.Tensor], what: str) -> None:
+    dense = outputs["dense"]
+    if not bool(dense.isfinite().all()) or not dense.any():
+        raise SystemExit(f"{what}: the dense output is not finite, or all zero")
+    for name, out in outputs.items():
+        if not torch.equal(out, dense):
+            raise SystemExit(f"{what}: {name} differs from dense in {int((out != dense).sum())} of {out.numel()}")
+
+
+def check_layer(bundle: ModuleType, shape: Shape, layer, tokens: int, options: dict) -> None:
+    for seed in range(SEEDS):
+        outputs = {}
+        for name, run in layer_calls(bundle, layer, make_call(shape, tokens, seed), options).items():
+            layer[1].scratch.fill_(0x7F)
+            if name == "prefetched":
+                bundle.expand_scales(layer[1])
+            outputs[name] = run()
+        check_equal(outputs, f"{shape.name} layer, {tokens} tokens, seed {seed}")
+
+
+def layer_bytes(layer, index: torch.Tensor) -> dict[str, int]:
+    """Weights and scales of the experts in `index`, by strategy."""
+    dense, compressed = layer
+    share = len(index.unique()) / dense.num_experts
+    weights = dense.gate_up.nbytes + dense.down.nbytes
+    plain = dense.gate_up_scales.nbytes + dense.down_scales.nbytes
+    packed = compressed.gate_up_scales.nbytes + compressed.down_scales.nbytes
+    stored = {"dense": plain, "staged": packed + 2 * plain, "prefetched": plain, "fused": packed}
+    return {name: round(share * (weights + scales)) for name, scales in stored.items()}
+
+
+def read_roof(memory: torch.Tensor, num_bytes: int) -> float:
+    """Cold us of reading `num_bytes`: a sweep of `memory`, scaled where it holds less."""
+    words = memory.view(torch.int64).flatten()[: max(1, num_bytes // 8)]
+    if DEVICE == "cpu":
+        calls = {"sum": lambda: words.sum()}
+    else:
+        from read_sweep import read_sweep
+
+        calls = {
+            f"{programs}, {warps}": lambda programs=programs, warps=warps: read_sweep(words, programs, warps)
+            for programs, warps in ((4, 4), (8, 8))
+        }
+    timings = harness.time_in_turns(calls, samples=5, flush=True)
+    return min(timing.p50 for timing in timings.values()) * num_bytes / words.nbytes
+
+
+def bench_layer(bundle: ModuleType, shape: Shape, formats: list[str], results: harness.Results) -> None:
+    layer = make_layer(bundle, shape, seed=0)
+    bench_memory(shape, layer, results)
+    for activations, tokens in itertools.product(formats, shape.layer_tokens):
+        options = {"activation_format": FORMATS[activations]}
+        check_layer(bundle, shape, layer, tokens, options)
+        call = make_call(shape, tokens, seed=0)
+        bundle.expand_scales(layer[1])
+        # Staged rewrites the scratch with the same bytes, so prefetched may follow it.
+        timings = harness.time_in_turns(
+            layer_calls(bundle, layer, call, options), samples=num_samples(tokens), flush=True
+        )
+        moved = layer_bytes(layer, call[1])
+        for name, timing in timings.items():
+            results.add(
+                f"{shape.name}_layer_{activations}", name, "cold", timing, tokens=tokens, moved=moved[name],
+                roof_us=read_roof(layer[0].gate_up, moved[name]),
+                baseline="" if name == "dense" else "dense",
+                baseline_us="" if name == "dense" else timings["dense"].p50,
+            )  # fmt: skip
+
+
+def bench_memory(shape: Shape, layer, results: harness.Results) -> None:
+    dense, compressed = layer
+    resident = {
+        "weights": dense.gate_up.nbytes + dense.down.nbytes,
+        "scales_dense": dense.gate_up_scales.nbytes + dense.down_scales.nbytes,
+        "scales_compressed": compressed.gate_up_scales.nbytes + compressed.down_scales.nbytes,
+        "scratch": compressed.scratch.nbytes,
+    }
+    for variant, num_bytes in resident.items():
+        add_row(results, f"{shape.name}_memory", variant, bytes=num_bytes)
+
+
+def add_row(results: harness.Results, case: str, variant: str, timing: harness.Timing | None = None, **columns) -> None:
+    """A row that has no roof, or no time."""
+    row = dict.fromkeys(harness.COLUMNS, "") | results.environment | {"case": case, "variant": variant} | columns
+    if timing is not None:
+        row |= {f"us_{name}": f"{value:.2f}" for name, value in dataclasses.asdict(timing).items()}
+    results.rows.append(row)
+    print(*(f"{row[name]}" for name in ("case", "variant", "tokens", "us_p50", "bytes")), sep="  ", flush=True)
+
+
+def bench_paths(bundle: ModuleType, shape: Shape, formats: list[str], results: harness.Results) -> None:
+    moe = importlib.import_module(f"{bundle.__name__}.moe")
+    layer = make_layer(bundle, shape, seed=0)
+    bundle.expand_scales(layer[1])
+    rule = moe.BATCHED_MAX_ROWS
+    for activations, tokens in itertools.product(formats, shape.path_tokens):
+        call = make_call(shape, tokens, seed=0)
+        calls = layer_calls(bundle, layer, call, {"activation_format": FORMATS[activations]})
+        for path, most_rows in (("batched", tokens * shape.top_k), ("grouped", 0)):
+            moe.BATCHED_MAX_ROWS = most_rows  # a graph keeps what its capture saw
+            for name, timing in harness.time_in_turns(calls, samples=num_samples(tokens), flush=True).items():
+                add_row(
+                    results, f"{shape.name}_paths_{activations}", f"{name}_{path}", timing, tokens=tokens,
+                    condition="cold", bytes=layer_bytes(layer, call[1])[name],
+                )  # fmt: skip
+    moe.BATCHED_MAX_ROWS = rule
+
+
+class Stack:
+    """Attention and MoE layers in turns, on dense experts and on compressed ones with one scratch or two."""
+
+    def __init__(self, bundle: ModuleType, shape: Shape, num_layers: int) -> None:
+        self.bundle, self.shape = bundle, shape
+        layers = [make_layer(bundle, shape, seed=0)]
+        layers += [make_layer(bundle, shape, seed, layers[0][1].scratch) for seed in range(1, num_layers)]
+        self.dense, self.compressed = ([layer[i] for layer in layers] for i in range(2))
+        other = new_scratch(self.dense[0])
+        in_turns = [
+            dataclasses.replace(layer, scratch=other) if i % 2 else layer for i, layer in enumerate(self.compressed)
+        ]
+        self.prefetchers = {1: bundle.ScalePrefetcher(self.compressed), 2: bundle.ScalePrefetcher(in_turns)}
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+
+        def projection(rows: int, cols: int) -> torch.Tensor:
+            weight = torch.randn(rows, cols, generator=generator, device=DEVICE) / rows**0.5
+            return weight.to(torch.bfloat16)
+
+        self.to_qkv = [projection(shape.hidden, width) for _ in layers]
+        self.to_out = [projection(shape.heads * shape.head_dim, shape.hidden) for _ in layers]
+
+    def attention(self, i: int, x: torch.Tensor, cache: torch.Tensor | None) -> torch.Tensor:
+        """Causal over one sequence `x [M, H]`; or M sequences' next token over `cache [2, M, heads, context, dim]`."""
+        shape = self.shape
+        widths = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        q, k, v = (x @ self.to_qkv[i]).split(widths, dim=-1)
+        group = shape.heads // shape.kv_heads
+        if cache is None:
+            q = q.view(1, len(x), shape.heads, shape.head_dim).transpose(1, 2)
+            k, v = (t.view(1, len(x), shape.kv_heads, shape.head_dim).transpose(1, 2) for t in (k, v))
+            k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        else:  # heads that share keys are rows of one product
+            q = q.view(len(x), shape.kv_heads, group, shape.head_dim)
+            out = F.scaled_dot_product_attention(q, *cache)
+        return out.reshape(len(x), -1) @ self.to_out[i]
+
+    def runner(self, variant: str, tokens: int, cache: torch.Tensor | None, seed: int, options: dict):
+        """A call of the whole stack."""
+        hidden, *routing = make_call(self.shape, tokens, seed)
+        scratches = {"prefetched": 1, "prefetched_2": 2, "default": 1}.get(variant)
+        strategy = {"staged": "staged", "prefetched": "staged", "prefetched_2": "staged", "fused": "fused"}.get(variant)
+        prefetcher = self.prefetchers.get(scratches)
+        layers = self.dense if variant == "dense" else self.compressed
+        ahead = scratches == 2
+
+        def prefetch(i: int) -> None:
+            if prefetcher and i < len(layers):
+                prefetcher.prefetch(i, tokens, strategy)
+
+        def run() -> torch.Tensor:
+            x = hidden
+            if ahead:
+                prefetch(0)
+            for i, layer in enumerate(layers):
+                prefetch(i + 1 if ahead else i)
+                x = x + self.attention(i, F.rms_norm(x, x.shape[-1:]), cache)
+                call = (F.rms_norm(x, x.shape[-1:]), *routing)
+                if prefetcher:
+                    x = x + prefetcher.forward(i, *call, **options, strategy=strategy)
+                else:
+                    x = x + self.bundle.moe_forward(layer, *call, **options, strategy=strategy)
+            return x
+
+        return run
+
+    def expand(self) -> None:
+        for layer in self.compressed:
+            self.bundle.expand_scales(layer)
+
+
+STACK_VARIANTS = ("dense", "staged", "prefetched", "prefetched_2", "fused", "default")
+
+
+def bench_stack(
+    bundle: ModuleType, shape: Shape, formats: list[str], results: harness.Results, num_layers: int
+) -> None:
+    stack = Stack(bundle, shape, num_layers)
+    scales = [s for layer in stack.compressed for s in (layer.gate_up_scales, layer.down_scales)]
+    moved = sum(moved_bytes(*s.shape, s.exceptions.numel()) for s in scales)
+    expansion = harness.time_in_turns({"expansion": stack.expand}, samples=SAMPLES["many tokens"], flush=False)[
+        "expansion"
+    ]
+    add_row(results, f"{shape.name}_stack_{num_layers}", "expansion", expansion, condition="warm", bytes=moved)
+    phases = [("prefill", tokens) for tokens in shape.prefill] + [("decode", tokens) for tokens in shape.decode]
+    for activations, (phase, tokens) in itertools.product(formats, phases):
+        options = {"activation_format": FORMATS[activations]}
+        cache = None
+        if phase == "decode":
+            cache_shape = (2, tokens, shape.kv_heads, shape.context, shape.head_dim)
+            cache = torch.randn(cache_shape, device=DEVICE, dtype=torch.bfloat16)
+        case = f"{shape.name}_{phase}_{num_layers}_{activations}"
+        for seed in range(SEEDS):
+            outputs = {name: stack.runner(name, tokens, cache, seed, options)() for name in STACK_VARIANTS}
+            check_equal(outputs, f"{case}, {tokens} tokens, seed {seed}")
+        runs = {name: stack.runner(name, tokens, cache, 0, options) for name in STACK_VARIANTS}
+        timings = harness.time_in_turns(runs, samples=num_samples(tokens), flush=False)
+        for name, timing in timings.items():
+            add_row(
+                results, case, name, timing, tokens=tokens, condition="warm",
+                bytes=0 if name in ("dense", "fused") else moved,
+                baseline="" if name == "dense" else "dense",
+                baseline_us="" if name == "dense" else f"{timings['dense'].p50:.2f}",
+            )  # fmt: skip
+        exposed = {name: timing.p50 - timings["dense"].p50 for name, timing in timings.items()}
+        if exposed["staged"] > 0:
+            for name in ("prefetched", "prefetched_2"):
+                print(f"{case} {tokens}: {name} hides {1 - exposed[name] / exposed['staged']:.1%}", flush=True)
+
+
+def compile_one(job: tuple[str, str, int]) -> None:
+    """Run every strategy once, in a process of its own, for the compiler's cache."""
+    name, activations, tokens = job
+    bundle, shape = load(), SHAPES[name]
+    call = make_call(shape, tokens, seed=0)
+    for run in layer_calls(
+        bundle, make_layer(bundle, shape, seed=0), call, {"activation_format": FORMATS[activations]}
+    ).values():
+        run()
+    torch.cuda.synchronize()
+
+
+def compile_ahead(shape: Shape, formats: list[str], jobs: int) -> None:
+    counts = sorted({*shape.layer_tokens, *shape.path_tokens, *shape.prefill, *shape.decode})
+    work = [(shape.name, activations, tokens) for activations in formats for tokens in counts]
+    with multiprocessing.get_context("spawn").Pool(min(jobs, len(work))) as pool:
+        pool.map(compile_one, work, chunksize=1)
+
+
+FORMATS = {"w4a16": "bf16", "w4a4": None}
+BENCHES = {"layer": bench_layer, "paths": bench_paths, "stack": bench_stack}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/moe_layer.csv")
+    parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
+    parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES))
+    parser.add_argument("--shape", choices=SHAPES, default="qwen")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["w4a16"])
+    parser.add_argument("--layers", type=int, default=4, help="MoE layers of the stack (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile ahead; 0: none")
+    parser.add_argument("--samples", type=int, help=f"timed calls of each variant (default: {SAMPLES})")
+    arguments = parser.parse_args()
+    if arguments.samples:
+        SAMPLES.update(dict.fromkeys(SAMPLES, arguments.samples))
+    shape = SHAPES[arguments.shape]
+    if arguments.jobs and DEVICE == "cuda":
+        compile_ahead(shape, arguments.formats, arguments.jobs)
+    results, bundle = harness.Results(arguments.out, arguments.commit), load()
+    for name in arguments.only:
+        more = {"num_layers": arguments.layers} if name == "stack" else {}
+        BENCHES[name](bundle, shape, arguments.formats, results, **more)
+        results.write()
+
+
+if __name__ == "__main__":
+    main()

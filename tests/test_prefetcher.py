@@ -1,0 +1,399 @@
+"""`ScalePrefetcher`: on a model of streams that knows what happens before what, and on real ones that are delayed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from experts import NUM_EXPERTS, compressed, make_call, make_experts, make_scratch
+from numeric import DEVICES
+
+NUM_LAYERS = 4
+
+
+class Machine:
+    """`torch.cuda` with streams, events and a graph capture, of which only order is modelled.
+
+    A stream or event holds the set of operations that come before whatever is launched behind it. Every access of a
+    scratch must come after those that it conflicts with.
+    """
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self.writes, self.reads, self.content = {}, {}, {}  # by scratch: operations since, and the layer it holds
+        self.capture = self.captures = 0  # the number of the capture that is under way
+        machine = self
+
+        class Stream:
+            def __init__(self, device=None) -> None:
+                self.device, self.seen = device, set()
+
+            def wait_event(self, event) -> None:
+                assert event.capture == machine.capture, "CUDA refuses to wait across a capture's begin or end"
+                self.seen |= event.seen
+
+            def wait_stream(self, other) -> None:
+                self.seen |= other.seen
+
+        class Event:
+            def record(self, stream) -> None:
+                self.seen, self.capture = set(stream.seen), machine.capture
+
+        self.Stream, self.Event, self.current = Stream, Event, Stream()
+
+    def current_stream(self, device=None):
+        return self.current
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capture > 0
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def access(self, layer, *, write: bool) -> None:
+        scratch, seen = layer.scratch.data_ptr(), self.current.seen
+        conflicts = self.writes.get(scratch, set()) | (self.reads.get(scratch, set()) if write else set())
+        assert conflicts <= seen, f"a {'write' if write else 'read'} of layer {layer.name} races for its scratch"
+        if write:
+            self.writes[scratch], self.reads[scratch] = {self.operations}, set()
+            self.content[scratch] = layer.name
+        else:
+            assert self.content[scratch] == layer.name, f"layer {layer.name} reads scales of {self.content[scratch]}"
+            self.reads[scratch].add(self.operations)
+        seen.add(self.operations)
+        self.operations += 1
+
+    def begin_capture(self, streams: list) -> list:
+        """Two streams of a capture, the second forked off the first. Replays come after all that `streams` hold."""
+        self.captures += 1
+        self.capture, self.begin = self.captures, self.operations
+        self.before = self.current, dict(self.writes), {name: set(own) for name, own in self.reads.items()}
+        self.before += (dict(self.content),)
+        captured = [self.Stream(), self.Stream()]
+        for stream in captured:
+            stream.seen = set().union(*(stream.seen for stream in streams))
+        self.current = captured[0]
+        return captured
+
+    def end_capture(self, captured: list, side) -> None:
+        """Nothing of it has run: eager operations meet what was there before."""
+        forked = {operation for operation in side.seen if operation >= self.begin}
+        assert forked <= captured[0].seen | captured[1].seen, "the side stream is not joined: CUDA refuses the capture"
+        self.current, self.writes, self.reads, self.content = self.before
+        self.capture = 0
+
+
+class Memory:
+    def __init__(self, address: int, size: int = 64) -> None:
+        self.address, self.size, self.used_by = address, size, []
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def numel(self) -> int:
+        return self.size
+
+    def record_stream(self, stream) -> None:
+        self.used_by.append(stream)
+
+
+def make_layers(addresses: list[int]) -> list[SimpleNamespace]:
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    memories = {address: Memory(address) for address in addresses}
+    common = {"gate_up": gpu, "gate_up_scales": None, "down_scales": None, "scratch_size": 64}
+    return [SimpleNamespace(name=i, scratch=memories[address], **common) for i, address in enumerate(addresses)]
+
+
+@pytest.fixture
+def machine(bundle, monkeypatch):
+    """The bundle's staging module on a `Machine`, its layers' work replaced by the accesses that it makes."""
+    machine = Machine()
+    staging = importlib.import_module(f"{bundle.__name__}.staging")
+
+    def forward(layer, hidden, *, scales_expanded=False, strategy="staged"):
+        if strategy == "staged":
+            if not scales_expanded:
+                machine.access(layer, write=True)
+            machine.access(layer, write=False)
+
+    monkeypatch.setattr(staging, "torch", SimpleNamespace(cuda=machine, device=torch.device))
+    monkeypatch.setattr(staging, "moe_forward", forward)
+    monkeypatch.setattr(staging, "expand_scales", lambda layer: machine.access(layer, write=True))
+    monkeypatch.setattr(staging, "uses_expanded_scales", lambda _, num_tokens, strategy=None: strategy != "fused")
+    return machine
+
+
+@pytest.mark.parametrize("addresses", [[0] * NUM_LAYERS, [0, 64] * (NUM_LAYERS // 2)], ids=["one", "two"])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_order_of_calls_is_free_of_races(bundle, machine, addresses, seed):
+    """1,000 random steps of two streams, captures among them. What is refused must not have launched anything."""
+    chooser = random.Random(seed)
+    layers = make_layers(addresses)
+    prefetcher = bundle.ScalePrefetcher(layers)
+    streams = [machine.current, machine.Stream()]
+    captured = []
+    refused = used = 0
+    for _ in range(1000):
+        action = chooser.choice(
+            ["prefetch", "prefetch", "forward", "forward", "forward", "fused", "discard", "switch", "capture"]
+        )
+        layer = chooser.randrange(NUM_LAYERS)
+        before = machine.operations
+        try:
+            if action == "prefetch":
+                prefetcher.prefetch(layer, 1)
+            elif action in ("forward", "fused"):
+                prefetcher.forward(layer, [0], **({"strategy": "fused"} if action == "fused" else {}))
+                used += 1
+            elif action == "discard":
+                if chooser.random() < 0.3:
+                    prefetcher.discard()
+            elif action == "switch":
+                machine.current = chooser.choice(captured or streams)
+            elif captured:
+                prefetcher.discard()
+                machine.end_capture(captured, prefetcher._side)
+                captured = []
+            elif chooser.random() < 0.3:
+                captured = machine.begin_capture(streams)
+        except RuntimeError:
+            refused += 1
+            assert machine.operations == before
+    assert used > 200 and refused > 20
+
+
+@pytest.mark.parametrize("missing", ["wait_event", "wait_stream"])
+def test_the_model_sees_a_missing_wait(bundle, machine, monkeypatch, missing):
+    monkeypatch.setattr(machine.Stream, missing, lambda self, other: None)
+    layers = make_layers([0, 0])
+    prefetcher = bundle.ScalePrefetcher(layers)
+    machine.access(layers[0], write=True)  # a use that does not go through the prefetcher
+    with pytest.raises(AssertionError, match="races"):
+        prefetcher.prefetch(1, 1)
+        prefetcher.forward(1, [0])
+
+
+def test_two_scratches_overlap_a_layer_with_the_next_expansion(bundle, machine):
+    """With one scratch the second expansion waits for the layer before it; with two it does not."""
+    for addresses, overlaps in (([0, 0], False), ([0, 64], True)):
+        prefetcher = bundle.ScalePrefetcher(make_layers(addresses))
+        prefetcher.prefetch(0, 1)
+        if overlaps:
+            prefetcher.prefetch(1, 1)
+        before = machine.operations
+        prefetcher.forward(0, [0])
+        assert machine.operations - 1 in machine.current.seen
+        if overlaps:
+            assert before not in prefetcher._side.seen
+        else:
+            prefetcher.prefetch(1, 1)
+            assert before in prefetcher._side.seen
+        prefetcher.forward(1, [0])
+
+
+def test_what_a_capture_refuses(bundle, machine):
+    prefetcher = bundle.ScalePrefetcher(make_layers([0, 0]))
+    prefetcher.prefetch(0, 1)
+    eager = machine.current
+    captured = machine.begin_capture([eager])
+    with pytest.raises(RuntimeError, match="prefetched outside a graph capture and is called inside it"):
+        prefetcher.forward(0, [0])
+    prefetcher.discard()  # not the capture's to give up
+    with pytest.raises(RuntimeError, match="layer 0 is prefetched and not used yet"):
+        prefetcher.prefetch(1, 1)
+    machine.end_capture(captured, prefetcher._side)
+    prefetcher.forward(0, [0])
+
+    captured = machine.begin_capture([eager])
+    prefetcher.prefetch(1, 1)
+    machine.current = captured[1]
+    with pytest.raises(RuntimeError, match="a second stream uses the scratch inside a graph capture"):
+        prefetcher.forward(1, [0])
+    machine.current = captured[0]
+    prefetcher.forward(1, [0])
+    prefetcher.prefetch(0, 1)
+    machine.capture, machine.current = 0, eager  # interrupted
+    with pytest.raises(RuntimeError, match="prefetched inside a graph capture and is called outside it"):
+        prefetcher.forward(0, [0])
+    prefetcher.discard()
+    assert prefetcher.prefetch(1, 1) is True
+
+
+def test_memory_of_the_side_stream_is_kept_for_it(bundle, machine):
+    layers = make_layers([0, 64])
+    prefetcher = bundle.ScalePrefetcher(layers)
+    assert all(layer.scratch.used_by == [prefetcher._side] for layer in layers)
+
+
+def test_which_scratches_are_refused(bundle, machine):
+    with pytest.raises(ValueError, match="must share one scratch, or two in turns, got 3"):
+        bundle.ScalePrefetcher(make_layers([0, 64, 128]))
+    with pytest.raises(ValueError, match="two that overlap"):
+        bundle.ScalePrefetcher(make_layers([0, 32]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_scratches", [1, 2])
+def test_real_layers_in_any_order(bundle, device, num_scratches):
+    """Prefetched, plain and fused calls; on a GPU 1,000 of them, by two streams, with delays anywhere."""
+    dense, layers = make_stack(bundle, device, num_scratches)
+    call = make_call(device, 17, 2)
+    expected = [bundle.moe_forward(experts, *call, activation_format="bf16") for experts in dense]
+    prefetcher = bundle.ScalePrefetcher(layers)
+    chooser = random.Random(0)
+    on_gpu = device == "cuda"
+    streams = [torch.cuda.Stream() for _ in range(2)] if on_gpu else [None]
+    if on_gpu:
+        torch.cuda.synchronize()
+    outputs = []
+    for step in range(1000 if on_gpu else 12):
+        i_layer = chooser.randrange(len(layers))
+        strategy = chooser.choice(["staged", "staged", "staged", "fused"])
+        prefetches = chooser.random() < 0.7
+        with torch.cuda.stream(streams[0]) if on_gpu else contextlib.nullcontext():
+            if prefetches:
+                delay(chooser, streams[0], prefetcher)
+                assert prefetcher.prefetch(i_layer, 17, strategy) is (strategy == "staged")
+        chooser.shuffle(streams)
+        with torch.cuda.stream(streams[0]) if on_gpu else contextlib.nullcontext():
+            delay(chooser, streams[0], prefetcher)
+            out = prefetcher.forward(i_layer, *call, activation_format="bf16", strategy=strategy)
+            outputs.append(((out != expected[i_layer]).any(), step))
+    if on_gpu:
+        torch.cuda.synchronize()
+    assert not [step for differs, step in outputs if differs]
+
+
+def make_stack(bundle, device: str, num_scratches: int):
+    """Dense layers, and the same compressed, which take the scratches in turns."""
+    dense = [make_experts(bundle, device, seed) for seed in range(3)]
+    scratches = [make_scratch(dense[0]) for _ in range(num_scratches)]
+    return dense, [compressed(bundle, experts, scratch=scratches[i % num_scratches]) for i, experts in enumerate(dense)]
+
+
+def delay(chooser: random.Random, stream, prefetcher) -> None:
+    """Sometimes, hold up the caller's stream or the side stream."""
+    if stream is not None and chooser.random() < 0.2:
+        with torch.cuda.stream(chooser.choice([stream, prefetcher._side])):
+            torch.cuda._sleep(chooser.choice([20_000, 400_000]))
+
+
+def test_what_the_prefetcher_refuses(bundle):
+    dense = make_experts(bundle, "cpu")
+    staged = compressed(bundle, dense)
+    call = make_call("cpu", 3, 2)
+    options = {"strategy": "staged", "activation_format": "bf16"}
+    expected = bundle.moe_forward(dense, *call, activation_format="bf16")
+    prefetcher = bundle.ScalePrefetcher([staged, staged, dense, dataclasses.replace(staged, scratch=None)])
+    assert prefetcher.prefetch(0, 3, "staged") is True
+    with pytest.raises(RuntimeError, match="layer 0 is prefetched and not used yet"):
+        prefetcher.prefetch(1, 3, "staged")
+    with pytest.raises(RuntimeError, match="layer 0 is prefetched, got a call of layer 1"):
+        prefetcher.forward(1, *call, **options)
+    for other in (2, 3):  # these read no scratch, and are in nobody's way
+        assert prefetcher.prefetch(other, 3, "staged") is False
+        assert torch.equal(prefetcher.forward(other, *call, **options), expected)
+    with pytest.raises(ValueError, match="top_k_weights"):
+        prefetcher.forward(0, call[0], call[1], call[2][:1], **options)
+    assert torch.equal(prefetcher.forward(0, *call, **options), expected), "a refused call loses no prefetch"
+    assert prefetcher.prefetch(0, 3, "staged") is True
+    prefetcher.discard()
+    assert torch.equal(prefetcher.forward(1, *call, **options), expected)
+    assert prefetcher.prefetch(0, 3, "fused") is False
+    with pytest.raises(ValueError, match="strategy must be None or one of"):
+        prefetcher.prefetch(0, 3, "fast")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["producer", "consumer"])
+@pytest.mark.parametrize("num_scratches", [1, 2])
+def test_a_late_side(bundle, late, num_scratches):
+    dense, layers = make_stack(bundle, "cuda", num_scratches)
+    call = make_call("cuda", 17, 2)
+    expected = [bundle.moe_forward(experts, *call, activation_format="bf16") for experts in dense]
+    prefetcher = bundle.ScalePrefetcher(layers)
+    torch.cuda.synchronize()
+    outputs = []
+    for i_layer in (0, 1, 2, 0, 1, 2):
+        layers[i_layer].scratch.fill_(0x7F)
+        with torch.cuda.stream(prefetcher._side) if late == "producer" else contextlib.nullcontext():
+            torch.cuda._sleep(2_000_000)
+        assert prefetcher.prefetch(i_layer, 17, "staged")
+        if late == "consumer":
+            torch.cuda._sleep(2_000_000)
+        outputs.append((i_layer, prefetcher.forward(i_layer, *call, activation_format="bf16", strategy="staged")))
+    for i_layer, out in outputs:
+        assert torch.equal(out, expected[i_layer]), i_layer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_scratches", [1, 2])
+def test_a_captured_stack_with_its_side_stream(bundle, num_scratches):
+    """All layers captured with their prefetches, replayed with other routing, allocating nothing."""
+    dense, layers = make_stack(bundle, "cuda", num_scratches)
+    prefetcher = bundle.ScalePrefetcher(layers)
+    call = make_call("cuda", 17, 2)
+    options = {"activation_format": "bf16", "strategy": "staged"}
+
+    def run() -> list[torch.Tensor]:
+        outputs = []
+        prefetcher.prefetch(0, 17, "staged")
+        for i_layer in range(len(layers)):
+            if num_scratches == 2 and i_layer + 1 < len(layers):
+                prefetcher.prefetch(i_layer + 1, 17, "staged")
+            outputs.append(prefetcher.forward(i_layer, *call, **options))
+            if num_scratches == 1 and i_layer + 1 < len(layers):
+                prefetcher.prefetch(i_layer + 1, 17, "staged")
+        return outputs
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = []
+    for _ in range(2):  # one after the other, by one prefetcher
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.append((graph, run()))
+    for seed in range(20):
+        graph, outputs = captured[seed % 2]
+        other = make_call("cuda", 17, 2, seed, -1, NUM_EXPERTS + 1)
+        for given, new in zip(call, other, strict=True):
+            given.copy_(new)
+        for layer in layers:
+            layer.scratch.fill_(0x7F)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        for experts, out in zip(dense, outputs, strict=True):
+            assert torch.equal(out, bundle.moe_forward(experts, *other, activation_format="bf16"))
+
+
+@pytest.mark.gpu
+def test_a_prefetch_is_not_used_across_the_begin_of_a_capture(bundle):
+    _, layers = make_stack(bundle, "cuda", 1)
+    prefetcher = bundle.ScalePrefetcher(layers)
+    call = make_call("cuda", 17, 2)
+    options = {"activation_format": "bf16", "strategy": "staged"}
+    prefetcher.forward(0, *call, **options)
+    prefetcher.prefetch(0, 17, "staged")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(graph),
+        pytest.raises(RuntimeError, match="prefetched outside a graph capture and is called inside"),
+    ):
+        prefetcher.forward(0, *call, **options)
+    prefetcher.forward(0, *call, **options)
