@@ -105,7 +105,7 @@ def test_compiles_everywhere_without_spills(bundle, arch, ids):
     part = importlib.import_module(f"{bundle.__name__}.scheduling")
     pointers = dict.fromkeys(("expert_start_ptr", "gather_ptr", "scatter_ptr"), "*i32") | {"ids_ptr": ids}
     constants = {"BLOCK_I": part.BLOCK_I, "BLOCK_J": part.BLOCK_J}
-    case = compile_kernels.Case("schedule", part.schedule_kernel, constants, pointers, num_warps=4)
+    case = compile_kernels.codec_case("schedule", part.schedule_kernel, constants, pointers, 4)
     kernel = compile_kernels.compile_case(case, compile_kernels.TARGETS[arch])
     registers, _, spilled = compile_kernels.resources(kernel, arch)
     assert spilled == 0 and registers <= 128

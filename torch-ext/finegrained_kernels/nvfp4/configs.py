@@ -35,15 +35,17 @@ class Config:
 
 
 @functools.lru_cache(maxsize=None)
-def load_table(device_name: str) -> dict[tuple[int, int], list[tuple[float, Config]]]:
-    """(N weight rows, K) -> [(rows an expert, config)], ascending; empty for devices without a shipped table."""
+def load_table(device_name: str) -> dict[tuple[int, int, bool], list[tuple[float, Config]]]:
+    """(N weight rows, K, whether scales are compressed) -> [(rows an expert, config)], ascending; empty for devices
+    without a shipped table."""
     path = Path(__file__).parent / "configs" / f"{device_name.lower().replace(' ', '_')}.json"
     if not path.exists():
         return {}
-    table: dict[tuple[int, int], list[tuple[float, Config]]] = {}
+    table: dict[tuple[int, int, bool], list[tuple[float, Config]]] = {}
     for entry in json.loads(path.read_text())["entries"]:
         config = Config(**entry["config"])
-        table.setdefault((entry["n"], entry["k"]), []).append((entry["rows_per_expert"], config))
+        key = (entry["n"], entry["k"], entry.get("compressed", False))
+        table.setdefault(key, []).append((entry["rows_per_expert"], config))
     return {shape: sorted(configs, key=lambda pair: pair[0]) for shape, configs in table.items()}
 
 
@@ -96,17 +98,18 @@ def choose_config(
     The table's entry of the largest rows an expert not above the call's (or its smallest); the default where there is
     none, or where that entry's tiles are too few to occupy the device.
     """
-    if compressed:
-        return with_strip(choose_config(device, weight_rows, depth, num_rows, num_experts), depth)
     sms = num_sms(device)
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-    entries = load_table(torch.cuda.get_device_name(device)).get((weight_rows, depth))
+    entries = load_table(torch.cuda.get_device_name(device)).get((weight_rows, depth, compressed))
+    if compressed and not entries:
+        return with_strip(choose_config(device, weight_rows, depth, num_rows, num_experts), depth)
     if entries:
         fitting = [config for rows, config in entries if rows <= num_rows / num_experts]
         config = fitting[-1] if fitting else entries[0][1]
         if not config.warpgroup or num_tiles(config, weight_rows, num_rows, num_experts) >= sms:
             return config
-    return default_config(weight_rows, depth, num_rows, num_experts, sms, is_hopper)
+    config = default_config(weight_rows, depth, num_rows, num_experts, sms, is_hopper)
+    return with_strip(config, depth) if compressed else config
 
 
 def num_tiles(config: Config, weight_rows: int, num_rows: int, num_experts: int) -> int:
