@@ -47,6 +47,7 @@ setp.ge.s32 p, $1, 0;
 @p st.shared.u8 [$1], $2;
 mov.b32 $0, 0;
 }""")
+PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 STORE_ZERO = gl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
 
 
@@ -115,23 +116,28 @@ def strip_row(row, half, GATE: gl.constexpr):
 
 
 @gluon.jit
-def exception_ranges(csf, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(first, end) of the exceptions of a tile's rows, and of its up rows, give or take those of an offset tile."""
-    expert, _, _, n_tile = tile
-    PLANE: gl.constexpr = 2 * N * C if GATE else N * C
-    ROWS: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    offsets_ptr = csf[3] + expert * ((PLANE + OFFSET_TILE - 1) // OFFSET_TILE)
+def exception_ranges(
+    scales, tile, num_experts, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """(first, end) of the exceptions of a tile's rows, and of its up rows, give or take those of an offset tile.
+
+    Nothing for scales that are not compressed; something that exists for a tile of no expert.
+    """
     ranges = ()
-    for half in gl.static_range(2):
-        first = (half * N + n_tile * ROWS) * C
-        end = gl.minimum(first + ROWS * C, (half + 1) * N * C)
-        if GATE or half == 0:
-            first = gl.load(offsets_ptr + first // OFFSET_TILE)
-            end = gl.load(offsets_ptr + (end + OFFSET_TILE - 1) // OFFSET_TILE)
-        else:
-            first = 0
-            end = 0
-        ranges = ranges + (first, end)  # noqa: RUF005 (Triton tuples do not unpack)
+    if len(scales) == 4:
+        PLANE: gl.constexpr = 2 * N * C if GATE else N * C
+        ROWS: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+        offsets_ptr = scales[3] + gl.minimum(tile[0], num_experts - 1) * ((PLANE + OFFSET_TILE - 1) // OFFSET_TILE)
+        for half in gl.static_range(2):
+            first = (half * N + tile[3] * ROWS) * C
+            end = gl.minimum(first + ROWS * C, (half + 1) * N * C)
+            if GATE or half == 0:
+                first = gl.load(offsets_ptr + first // OFFSET_TILE)
+                end = gl.load(offsets_ptr + (end + OFFSET_TILE - 1) // OFFSET_TILE)
+            else:
+                first = 0
+                end = 0
+            ranges = ranges + (first, end)  # noqa: RUF005 (Triton tuples do not unpack)
     return ranges
 
 
@@ -172,6 +178,24 @@ def load_windows(
             second, fourth = gl.split(odd)
             words = words + (first, second, third, fourth)  # noqa: RUF005
     return base, words
+
+
+@gluon.jit
+def prefetch_windows(
+    csf, tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Bring the codes of a slice, if there is one, to L2."""
+    expert, _, _, n_tile = tile
+    HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+    HALVES: gl.constexpr = 2 if GATE else 1
+    row = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    plane_row = expert.to(gl.int64) * (HALVES * N) + n_tile * HALF + row // HALF * N + row % HALF
+    if N % HALF != 0:
+        plane_row = gl.where(n_tile * HALF + row % HALF < N, plane_row, 0)
+    if first_col < C:
+        address = csf[1] + plane_row * (C // 8) + first_col // 8
+        gl.inline_asm_elementwise(PREFETCH, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from .csf_strip import (
     load_exceptions,
     load_windows,
     new_strip,
+    prefetch_windows,
     strip_cols,
     strip_pairs,
 )
@@ -69,8 +70,22 @@ def multiply_chunk(acc, words, scale_pairs, x, BLOCK_N: gl.constexpr, BLOCK_T: g
 
 
 @gluon.jit
+def start_copies(
+    x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
+    N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with the first STAGES - 1 chunks of a tile."""
+    for chunk in gl.static_range(STAGES - 1):
+        if chunk * GROUPS < K // 16:
+            copy_weights(smem, w_ptr, scales, tile, chunk, chunk, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
+            copy_tokens(x_smem, x_ptr, sources, chunk, chunk, BLOCK_T, GROUPS, K)
+        async_copy.commit_group()
+
+
+@gluon.jit
 def multiply(
-    acc, x_ptr, w_ptr, scales, sources, tile, smem, x_smem, strip,
+    acc, x_ptr, w_ptr, scales, sources, tile, ranges, smem, x_smem, strip,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -80,18 +95,13 @@ def multiply(
     CHUNKS: gl.constexpr = (C + GROUPS - 1) // GROUPS
     COLS: gl.constexpr = strip_cols(C, GROUPS) if COMPRESSED else C
     W: gl.constexpr = gl.num_warps()
-    if COMPRESSED:
-        ranges = exception_ranges(scales, tile, N, C, GATE, BLOCK_N)
-    for first in gl.static_range(STAGES - 1):
-        if first < CHUNKS:
-            copy_weights(smem, w_ptr, scales, tile, first, first, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
-            copy_tokens(x_smem, x_ptr, sources, first, first, BLOCK_T, GROUPS, K)
-        async_copy.commit_group()
     for first_col in range(0, C, COLS):
         if COMPRESSED:
             windows = load_windows(scales, tile, first_col, N, C, COLS, GATE, BLOCK_N)
-            barrier()  # done with the strip; and what is asked for above does not wait for where exceptions are
             exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
+            if COLS != C:
+                prefetch_windows(scales, tile, first_col + COLS, N, C, COLS, GATE, BLOCK_N)
+            barrier()  # every warp is done with the strip
             decode_strip(
                 strip, scales, windows, exceptions, ranges, tile[3], first_col, N, C, COLS, GROUPS, GATE, BLOCK_N
             )
@@ -148,13 +158,27 @@ def nvfp4_gemm_kernel(
         row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
 
     tokens = gl.arange(0, 4 * BLOCK_T, gl.SliceLayout(1, copy_layout(4 * GROUPS, 8, W))) // 4
-    for index in range(gl.program_id(0), row_tiles * N_TILES, gl.num_programs(0)):
-        tile = find_tile(index, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T)
+    num_tiles = row_tiles * N_TILES
+    tile = find_tile(
+        gl.program_id(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
+    )
+    ranges = exception_ranges(scales, tile, num_experts, N, K // 16, GATE, BLOCK_N)
+    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        sources = source_rows(tokens, gather_ptr, tile, num_sources)
+        if tile[0] < num_experts:
+            start_copies(
+                x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
+                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
+            )  # fmt: skip
+        following = find_tile(
+            gl.minimum(index + gl.num_programs(0), num_tiles - 1), tile_ends, expert_start_ptr, expert_ids_ptr,
+            num_rows, num_experts, N_TILES, BLOCK_T,
+        )  # fmt: skip
+        following_ranges = exception_ranges(scales, following, num_experts, N, K // 16, GATE, BLOCK_N)
         acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, mma_layout(W))
         if tile[0] < num_experts:
-            sources = source_rows(tokens, gather_ptr, tile, num_sources)
             acc = multiply(
-                acc, x_ptr, w_ptr, scales, sources, tile, smem, x_smem, strip,
+                acc, x_ptr, w_ptr, scales, sources, tile, ranges, smem, x_smem, strip,
                 N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
             )  # fmt: skip
         store_tile(
@@ -162,3 +186,5 @@ def nvfp4_gemm_kernel(
             gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu, operand_shift(DTYPE),
             N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW, ROUNDED,
         )  # fmt: skip
+        tile = following
+        ranges = following_ranges

@@ -111,7 +111,7 @@ def copy_chunk(
 
 @gluon.jit
 def multiply(
-    acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, held, next_ranges, next_n_tile,
+    acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_n_tile,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TWO_STRIPS: gl.constexpr,
 ):  # fmt: skip
@@ -136,6 +136,8 @@ def multiply(
             )  # fmt: skip
         async_copy.commit_group()
     busy = gl.zeros([BLOCK_N, 8 * GROUPS], smem[0].dtype, gl.DotOperandLayout(0, MMA, 2))
+    if len(scales) == 4:
+        exceptions = load_exceptions(scales, (0, 0, 0, 0), 0, BLOCK_N, C)  # none
     for chunk in range(NUM_CHUNKS):
         async_copy.wait_group(STAGES - 2)
         hopper.fence_async_shared()
@@ -162,23 +164,27 @@ def multiply(
                 async_copy.commit_group()
                 if TWO_STRIPS and len(scales) == 4:  # each step of decoding between two chunks' barriers
                     if chunk == NUM_CHUNKS - 2:
-                        store_windows(next_strip, held[0], C, GROUPS, GATE, BLOCK_N)
+                        store_windows(next_strip, windows, C, GROUPS, GATE, BLOCK_N)
+                        exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
                     if chunk == NUM_CHUNKS - 1:
                         patch_strip(
-                            next_strip, scales, held[1], next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N
+                            next_strip, scales, exceptions, next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N
                         )
             acc, _ = hopper.warpgroup_mma_wait(1, deps=[acc, busy])  # what products read keeps its registers until then
             busy = left
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, busy])
     barrier()  # the next tile's copies overwrite what the other warpgroup's products read
     if not TWO_STRIPS and len(scales) == 4:
-        decode_strip(next_strip, scales, held[0], held[1], next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N)
+        exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
+        decode_strip(
+            next_strip, scales, windows, exceptions, next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N
+        )
     return acc
 
 
 @gluon.jit
 def tile_sums(
-    x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip, held, next_ranges,
+    x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip, windows, next_ranges,
     next_n_tile, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
     TWO_STRIPS: gl.constexpr,
@@ -193,13 +199,14 @@ def tile_sums(
         X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
         sources = gl.convert_layout(sources.reshape([2 * BLOCK_T]), gl.SliceLayout(1, X_COPY), assert_trivial=True)
         acc = multiply(
-            acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, held, next_ranges, next_n_tile,
+            acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_n_tile,
             N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, STAGES, TWO_STRIPS,
         )  # fmt: skip
     elif len(scales) == 4:
         barrier()
+        exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, K // 16)
         decode_strip(
-            next_strip, scales, held[0], held[1], next_ranges, next_n_tile, 0,
+            next_strip, scales, windows, exceptions, next_ranges, next_n_tile, 0,
             N, K // 16, K // 16, GROUPS, GATE, BLOCK_N,
         )  # fmt: skip
     return acc
@@ -252,7 +259,7 @@ def nvfp4_wgmma_kernel(
     tile = find_tile(pid, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T)
     if COMPRESSED:
         first = scales_of(tile, num_experts)
-        ranges = exception_ranges(scales, first, N, C, GATE, BLOCK_N)
+        ranges = exception_ranges(scales, first, num_experts, N, C, GATE, BLOCK_N)
         windows = load_windows(scales, first, 0, N, C, C, GATE, BLOCK_N)
         exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
         decode_strip(strip, scales, windows, exceptions, ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
@@ -262,18 +269,17 @@ def nvfp4_wgmma_kernel(
             N_TILES, BLOCK_T,
         )  # fmt: skip
         next_ranges = ()
-        next_held = ()
+        next_windows = ()
         if COMPRESSED:
             source = scales_of(following, num_experts)
-            next_ranges = exception_ranges(scales, source, N, C, GATE, BLOCK_N)
-            windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
-            next_held = (windows, load_exceptions(scales, next_ranges, 0, BLOCK_N, C))
+            next_ranges = exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N)
+            next_windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
         is_small = tile[2] - tile[1] <= BLOCK_T // 4
         for part in gl.static_range(1, 5, 3):
             if is_small == (part == 4):
                 sums = tile_sums(
                     x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip,
-                    next_held, next_ranges, following[3], N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
+                    next_windows, next_ranges, following[3], N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
                     STAGES, TWO_STRIPS,
                 )  # fmt: skip
                 store_tile(
