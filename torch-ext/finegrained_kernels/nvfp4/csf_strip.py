@@ -212,6 +212,19 @@ def load_exceptions(csf, ranges, begin, BLOCK_N: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def load_scales(
+    scales, tile, ranges, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """What `decode_strip` needs of a slice, in registers; nothing of scales that are not compressed."""
+    held = ()
+    if len(scales) == 4:
+        windows = load_windows(scales, tile, first_col, N, C, COLS, GATE, BLOCK_N)
+        held = (windows, load_exceptions(scales, ranges, 0, BLOCK_N, C))
+    return held
+
+
+@gluon.jit
 def store_windows(strip, windows, COLS: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
     """Store what `load_windows` holds as bytes. Every warp must be done with the strip."""
     base, words = windows
@@ -269,13 +282,13 @@ def patch_strip(
 
 @gluon.jit
 def decode_strip(
-    strip, csf, windows, exceptions, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
+    strip, csf, held, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
     GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Decode loaded windows and exceptions. Every warp must be done with the strip; ends with a barrier."""
-    store_windows(strip, windows, COLS, GROUPS, GATE, BLOCK_N)
+    """Decode what `load_scales` holds. Every warp must be done with the strip; ends with a barrier."""
+    store_windows(strip, held[0], COLS, GROUPS, GATE, BLOCK_N)
     barrier()
-    patch_strip(strip, csf, exceptions, ranges, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+    patch_strip(strip, csf, held[1], ranges, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
     barrier()
 
 

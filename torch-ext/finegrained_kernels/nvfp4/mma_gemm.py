@@ -15,8 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from .csf_strip import (
     decode_strip,
     exception_ranges,
-    load_exceptions,
-    load_windows,
+    load_scales,
     new_strip,
     prefetch_windows,
     strip_cols,
@@ -37,7 +36,7 @@ from .tiles import (
     weight_operand,
     word_values,
 )
-from .weight_ring import copy_weights, find_tile, group_tile_ends, row_swizzle, source_rows
+from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, row_swizzle, source_rows
 
 
 @gluon.jit
@@ -85,7 +84,7 @@ def start_copies(
 
 @gluon.jit
 def multiply(
-    acc, x_ptr, w_ptr, scales, sources, tile, ranges, smem, x_smem, strip,
+    acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -97,14 +96,12 @@ def multiply(
     W: gl.constexpr = gl.num_warps()
     for first_col in range(0, C, COLS):
         if COMPRESSED:
-            windows = load_windows(scales, tile, first_col, N, C, COLS, GATE, BLOCK_N)
-            exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
+            part = held
             if COLS != C:
+                part = load_scales(scales, tile, ranges, first_col, N, C, COLS, GATE, BLOCK_N)
                 prefetch_windows(scales, tile, first_col + COLS, N, C, COLS, GATE, BLOCK_N)
             barrier()  # every warp is done with the strip
-            decode_strip(
-                strip, scales, windows, exceptions, ranges, tile[3], first_col, N, C, COLS, GROUPS, GATE, BLOCK_N
-            )
+            decode_strip(strip, scales, part, ranges, tile[3], first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
         for chunk in range(first_col // GROUPS, (first_col + COLS + GROUPS - 1) // GROUPS):
             async_copy.wait_group(STAGES - 2)
             ahead = chunk + STAGES - 1
@@ -141,9 +138,10 @@ def nvfp4_gemm_kernel(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 4 * BLOCK_T, 4 * GROUPS], row_swizzle(4 * GROUPS, 8))
     w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
+    COLS: gl.constexpr = strip_cols(K // 16, GROUPS)
     if len(scales) == 4:
         smem = (w_smem,)
-        strip = new_strip(num_rows, BLOCK_N, strip_cols(K // 16, GROUPS), GROUPS)
+        strip = new_strip(num_rows, BLOCK_N, COLS, GROUPS)
     else:
         S_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         smem = (w_smem, gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], S_LAYOUT))
@@ -165,6 +163,9 @@ def nvfp4_gemm_kernel(
     ranges = exception_ranges(scales, tile, num_experts, N, K // 16, GATE, BLOCK_N)
     for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         sources = source_rows(tokens, gather_ptr, tile, num_sources)
+        held = ()
+        if COLS == K // 16:  # or else a slice at a time
+            held = load_scales(scales, clamped(tile, num_experts), ranges, 0, N, COLS, COLS, GATE, BLOCK_N)
         if tile[0] < num_experts:
             start_copies(
                 x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
@@ -178,7 +179,7 @@ def nvfp4_gemm_kernel(
         acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, mma_layout(W))
         if tile[0] < num_experts:
             acc = multiply(
-                acc, x_ptr, w_ptr, scales, sources, tile, ranges, smem, x_smem, strip,
+                acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
                 N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
             )  # fmt: skip
         store_tile(

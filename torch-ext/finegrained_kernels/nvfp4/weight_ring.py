@@ -62,6 +62,12 @@ def find_tile(
 
 
 @gluon.jit
+def clamped(tile, num_experts):
+    """A tile whose weights exist, where `tile` may be one of no expert."""
+    return gl.minimum(tile[0], num_experts - 1), tile[1], tile[2], tile[3]
+
+
+@gluon.jit
 def source_rows(tokens, gather_ptr, tile, num_sources):
     """The activation row of `tokens` (counted from a tile's first row); -1 where there is none."""
     _, first, end, _ = tile
@@ -130,7 +136,7 @@ def copy_swizzled_scales(
     pair = gl.arange(0, GROUPS // 2, gl.SliceLayout(0, LAYOUT))
     mask = (row < N)[:, None]
     if C % GROUPS != 0:
-        mask = mask & (chunk * GROUPS + 2 * pair < C)[None, :]
+        mask = mask & (pair < (C - chunk * GROUPS) // 2)[None, :]
     row = half * N + row
     offsets = (row // 128 * (COL_TILES * 256) + row % 32 * 8 + row % 128 // 32 * 2)[:, None]
     offsets += (pair // 2 * 256 + pair % 2)[None, :]

@@ -41,7 +41,7 @@ from .tiles import (
     to_slots,
     word_values,
 )
-from .weight_ring import copy_weights, find_tile, group_tile_ends, row_swizzle, source_rows
+from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, row_swizzle, source_rows
 
 PERMUTE_BLOCK = 4096
 
@@ -177,7 +177,7 @@ def multiply(
     if not TWO_STRIPS and len(scales) == 4:
         exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
         decode_strip(
-            next_strip, scales, windows, exceptions, next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N
+            next_strip, scales, (windows, exceptions), next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N
         )
     return acc
 
@@ -206,16 +206,10 @@ def tile_sums(
         barrier()
         exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, K // 16)
         decode_strip(
-            next_strip, scales, windows, exceptions, next_ranges, next_n_tile, 0,
+            next_strip, scales, (windows, exceptions), next_ranges, next_n_tile, 0,
             N, K // 16, K // 16, GROUPS, GATE, BLOCK_N,
         )  # fmt: skip
     return acc
-
-
-@gluon.jit
-def scales_of(tile, num_experts):
-    """A tile whose scales exist, where `tile` may be one of no expert."""
-    return gl.minimum(tile[0], num_experts - 1), tile[1], tile[2], tile[3]
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
@@ -258,11 +252,11 @@ def nvfp4_wgmma_kernel(
     pid = gl.program_id(0)
     tile = find_tile(pid, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T)
     if COMPRESSED:
-        first = scales_of(tile, num_experts)
+        first = clamped(tile, num_experts)
         ranges = exception_ranges(scales, first, num_experts, N, C, GATE, BLOCK_N)
         windows = load_windows(scales, first, 0, N, C, C, GATE, BLOCK_N)
         exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
-        decode_strip(strip, scales, windows, exceptions, ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+        decode_strip(strip, scales, (windows, exceptions), ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
     for index in range(pid, row_tiles * N_TILES, gl.num_programs(0)):
         following = find_tile(
             index + gl.num_programs(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts,
@@ -271,7 +265,7 @@ def nvfp4_wgmma_kernel(
         next_ranges = ()
         next_windows = ()
         if COMPRESSED:
-            source = scales_of(following, num_experts)
+            source = clamped(following, num_experts)
             next_ranges = exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N)
             next_windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
         is_small = tile[2] - tile[1] <= BLOCK_T // 4
