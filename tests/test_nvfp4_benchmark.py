@@ -26,20 +26,36 @@ EXPECTED = {
         *product(CASES, ("dense_batched", "staged_batched", "fused_batched"), ("1",), ("warm", "cold")),
     },
 }
+ARGUMENTS = ["--tiny", "--commit", "abc", "--out", "out.csv"]
 RUN = """
 import runpy, sys
 import torch
 torch.cuda.is_available = lambda: False
 sys.path.insert(0, {folder!r})
-sys.argv = ["benchmark", "--tiny", "--commit", "abc", "--out", "out.csv"]
+sys.argv = ["benchmark", *{arguments!r}]
 runpy.run_path({folder!r} + "/{name}.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_gemm_benchmark_runs_small(bundle_dir, run_python, tmp_path, name):
+@pytest.fixture
+def run_benchmark(bundle_dir, run_python):
     local = {"LOCAL_KERNELS": f"kernels-community/finegrained-kernels={bundle_dir}"}
-    run_python(RUN.format(folder=str(ROOT / "benchmarks"), name=name), OMP_NUM_THREADS="1", **local)
+
+    def run(name: str, *arguments: str) -> str:
+        code = RUN.format(folder=str(ROOT / "benchmarks"), name=name, arguments=arguments)
+        return run_python(code, OMP_NUM_THREADS="1", **local).stdout
+
+    return run
+
+
+def test_layers_run_from_resident_scales(run_benchmark):
+    out = run_benchmark("resident_scales", "--tiny", "--layers", "3", "--tokens", "1", "40")
+    assert "every layer ran, outputs right" in out
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_gemm_benchmark_runs_small(run_benchmark, tmp_path, name):
+    run_benchmark(name, *ARGUMENTS)
     with (tmp_path / "out.csv").open(newline="") as file:
         assert file.readline().strip() == COLUMNS
         rows = list(csv.DictReader(file, COLUMNS.split(",")))
