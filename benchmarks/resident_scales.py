@@ -1,9 +1,9 @@
 """Do 48 layers run from scales that stay compressed, with no dense scale buffer anywhere?
 
 `python benchmarks/resident_scales.py [--layers 48] [--tokens 1 64 4096] [--bundle build/torch-cuda]`, on a GPU;
-`--tiny` runs small layers, on a CPU too, without the memory's figures. Scales of every layer are resident, compressed, with the
-models' own share of exceptions; packed weights are one layer's, which all layers share. Per number of tokens, every
-layer's experts run: gate_up, down, weighted sum, the same tokens for each layer.
+`--tiny` runs small layers, on a CPU too, without the memory's figures. Scales of every layer are resident, compressed,
+with the models' own share of exceptions; packed weights are one layer's, which all layers share. Per number of tokens,
+every layer's experts run: gate_up, down, weighted sum, the same tokens for each layer.
 
 It fails if a call asks the allocator for anything but a result, indices or activations in another order, if the peak is
 more than what is resident and these, or if the first or last layer's result is not that of dense scales to the bit.
