@@ -141,7 +141,8 @@ def strip_bytes(bundle: ModuleType, config, depth: int) -> int:
     fit."""
     configs = part(bundle, "nvfp4.configs")
     strip = configs.strip_bytes(config, depth)
-    return 2 * strip if config.warpgroup and 2 * strip <= configs.MAX_STRIP_BYTES else strip
+    two = config.warpgroup and depth > config.block_k and 2 * strip <= configs.MAX_STRIP_BYTES
+    return 2 * strip if two else strip
 
 
 def occupancy(kernel, declared: int) -> int:

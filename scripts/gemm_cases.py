@@ -148,9 +148,10 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     add_mma("swizzled", TENSOR_CORES, gemm(2560, 640, 8, "batched", torch.float16, swizzled=True, **w4a16))
     add_mma("dense", ("sm_89", "sm_90"), gemm(4096, 4096, 16, "dense", **w4a16))
     add_mma("prefill requantized", ("sm_89", *BLACKWELL), gemm(640, 2560, 4096, "grouped", gate=True, **requantized))
-    for ratio, config in configs.load_table("NVIDIA H200")[1280, 2560]:
-        tokens = max(1, round(ratio * E / TOP_K))
-        for compressed in (False, True):
+    table = configs.load_table("NVIDIA H200")
+    for compressed in (False, True):
+        for ratio, config in table.get((1280, 2560, compressed), table[1280, 2560, False]):
+            tokens = max(1, round(ratio * E / TOP_K))
             g = gemm(640, 2560, tokens, "grouped", gate=True, compressed=compressed, **w4a16)
             add_mma(f"{tokens} tokens", ("sm_90",), g, config)
     fused = {"compressed": True, **w4a16}
