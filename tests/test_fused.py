@@ -38,6 +38,7 @@ AXES = {
     ),
     "percent": (0, 1, 5, 50, 100),
     "kind": ("ordinary", "any", "nan"),
+    "output": ("own", "float32"),  # which hides less
 }  # fmt: skip
 TILES = (  # block_n, block_k, block_t, num_warps, num_stages, programs_per_sm, warpgroup
     None,  # as the bundle chooses
@@ -152,6 +153,7 @@ def build(bundle, choice: dict, device: str) -> Problem:
     a = torch.randn(s.tokens, s.depth).to(device)
     a, a_scales, options, values = activations(bundle, reference, s, a, row_expert, sources)
     options |= {"b_global_scale": b_global.to(device), "gate": halves == 2}
+    options |= {"output_dtype": torch.float32} if s.output == "float32" else {}
     b, planes = packed.to(device), stack.planes.view(torch.float8_e4m3fn)
     if s.op == "2d":
         b, planes, options["b_global_scale"] = b[0], planes[0], options["b_global_scale"][0]
@@ -170,7 +172,7 @@ def build(bundle, choice: dict, device: str) -> Problem:
     sums, bounds = expert_sums(values, weight, row_expert)
     answer, bound = sums[:, 0], bounds[:, 0]
     if halves == 2:
-        alpha, limit = (1.702, 0.4) if s.gate == "limited" else (1.0, None)
+        alpha, limit = (1.702, 1.5) if s.gate == "limited" else (1.0, None)
         if limit:
             options |= {"swiglu_alpha": alpha, "swiglu_limit": limit}
         answer, bound = gated_answer(*sums.unbind(1), *bounds.unbind(1), alpha, limit)
@@ -258,3 +260,41 @@ def test_scenario_on_gpu(bundle, choice):
         check_scenario(bundle, choice, "cuda")
     if torch.cuda.get_device_capability()[0] == 9:
         assert bool(decoded) != reads_compressed(depth)
+
+
+def check_every_byte(bundle, depth: int, percent: float, device: str) -> None:
+    """Weights are 1, and row c of the activations has one 1, in group c: a result is a scale."""
+    experts, rows, cols = 3, 272, depth // 16
+    stack = make_coded_planes((experts, rows, cols), percent, "any", depth)
+    scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry).to(device)
+    packed = torch.full((experts, rows, depth // 2), 0x22, dtype=torch.uint8)
+    group = torch.arange(cols)
+    x = torch.zeros(cols, depth, dtype=torch.bfloat16)
+    x[group, 16 * group + group % 16] = 1
+    start = torch.arange(experts + 1, dtype=torch.int32) * cols
+    with poisoned_memory():
+        out = bundle.matmul_grouped(
+            x.to(device), packed.to(device), None, scales, expert_start=start.to(device),
+            gather_idx=group.repeat(experts).to(device), activation_format="bf16",
+        )  # fmt: skip
+    expected = oracle_weights(packed, stack.planes)[..., ::16].transpose(1, 2).flatten(0, 1)
+    wrong = (out.cpu().double() != expected).nonzero()
+    assert not len(wrong), f"{len(wrong)} of {expected.numel()}, the first at (expert * C + column, row) {wrong[0]}"
+
+
+@pytest.mark.parametrize("percent", AXES["percent"])
+@pytest.mark.parametrize("depth", [96, 2816, 4096])
+def test_every_byte_arrives_on_cpu(bundle, depth, percent):
+    check_every_byte(bundle, depth, percent, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [128, 384, 640, 2560, 2816, 3200, 4096, 7168])
+@pytest.mark.parametrize("tile", TILES[1:], ids=lambda tile: "x".join(str(int(part)) for part in tile))
+def test_every_byte_arrives_on_gpu(bundle, tile, depth):
+    if needs_hopper(tile):
+        pytest.skip("needs a Hopper GPU (sm_90) for warpgroup products")
+    with one_configuration(bundle, depth, tile) as decoded:
+        for percent in AXES["percent"]:
+            check_every_byte(bundle, depth, percent, "cuda")
+    assert not decoded, "scales went through memory"
