@@ -15,6 +15,7 @@ from pathlib import Path
 
 import harness
 import torch
+from scale_planes import make_planes
 
 from finegrained_kernels import load
 
@@ -25,22 +26,6 @@ CASES = {
     "glm_down": (288, 4096, 128, 0.30),
 }
 ACTIVE = (0, 1, 8, 64, 256, 512)
-
-
-def make_planes(
-    num_planes: int, num_rows: int, num_cols: int, percent: float, seed: int = 0, device: str = "cuda"
-) -> torch.Tensor:
-    """uint8 `[E, N, C]`: a window of 16 values a row, and `percent` of the bytes below it, as exceptions are."""
-    generator = torch.Generator(device).manual_seed(seed)
-    shape = (num_planes, num_rows, num_cols)
-    base = torch.randint(70, 100, (*shape[:2], 1), generator=generator, device=device, dtype=torch.uint8)
-    code = torch.randn(shape, generator=generator, device=device, dtype=torch.float16).mul_(2.5).add_(8).clamp_(0, 15)
-    planes = base + code.to(torch.uint8)
-    planes[..., 0], planes[..., 1] = base[..., 0], base[..., 0] + 15  # the window is the only one that covers the row
-    chosen = torch.rand(shape, generator=generator, device=device) < percent / 100
-    chosen[..., :2] = False
-    planes[chosen] = torch.randint(0, 50, (int(chosen.sum()),), generator=generator, device=device, dtype=torch.uint8)
-    return planes
 
 
 def moved_bytes(planes: int, num_rows: int, num_cols: int, exceptions: int) -> int:

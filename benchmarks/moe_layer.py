@@ -29,7 +29,8 @@ from types import ModuleType
 import harness
 import torch
 import torch.nn.functional as F
-from csf_decode import make_planes, moved_bytes
+from csf_decode import moved_bytes
+from scale_planes import make_planes
 
 from finegrained_kernels import load
 

@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import harness
 import torch
@@ -105,9 +106,10 @@ class Problem:
     def moved(self) -> int:
         return self.active * self.weights.expert_bytes
 
-    def call(self, variant: str) -> Call:
+    def call(self, variant: str, scales: Any = None) -> Call:
+        """`scales`: other ones than the weights' own, for all experts."""
         weights = self.weights
-        arguments = [self.x, weights.packed, None, weights.scales]
+        arguments = [self.x, weights.packed, None, weights.scales if scales is None else scales]
         options = {"b_global_scale": weights.b_global, "gate": weights.gate}
         if variant != "w4a4":
             options["activation_format"] = "bf16"
@@ -163,9 +165,9 @@ class Problem:
         assert bool((error <= allowed).all()), f"{name}: {(error / allowed).max():.3g} x the allowed error"
 
 
-def time_on_cpu(call: Callable[[], object]) -> harness.Timing:
+def time_on_cpu(call: Callable[[], object], *, samples: int = 3) -> harness.Timing:
     times = []
-    for _ in range(3):
+    for _ in range(samples):
         begin = time.perf_counter()
         call()
         times.append((time.perf_counter() - begin) * 1e6)
@@ -176,13 +178,15 @@ def timers() -> dict[str, Callable]:
     return harness.TIMERS if torch.cuda.is_available() else dict.fromkeys(harness.TIMERS, time_on_cpu)
 
 
-def read_roof(memory: torch.Tensor, num_bytes: int) -> dict[str, harness.Timing]:
-    """The fastest read-only sweep of the first `num_bytes` bytes of the weights' memory, by condition."""
+def read_roof(memory: torch.Tensor, num_bytes: int, **options: int) -> dict[str, harness.Timing]:
+    """The fastest read-only sweep of the first `num_bytes` bytes of `memory`, by condition; options of the timers."""
     words = memory[: num_bytes // 8 * 8].view(torch.int64)
     calls = [lambda: words.sum()]
     if words.is_cuda:
-        calls = [functools.partial(read_sweep, words, *options) for options in ((4, 4), (8, 4), (8, 8), (16, 4))]
-    return {name: min((timer(call) for call in calls), key=lambda t: t.p50) for name, timer in timers().items()}
+        calls = [functools.partial(read_sweep, words, *launch) for launch in ((4, 4), (8, 4), (8, 8), (16, 4))]
+    return {
+        name: min((timer(call, **options) for call in calls), key=lambda t: t.p50) for name, timer in timers().items()
+    }
 
 
 def grouped_mm(*args, **kwargs) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """Choose the tiles of the NVFP4 GEMM on this GPU: check every candidate, time it, write the table the bundle ships.
 
     python benchmarks/tune_nvfp4_gemm.py --bundle build/torch-cuda --out DIR [--cases qwen_down ..] [--tokens 1 8 ..]
+        [--scales dense compressed]
 
 Every candidate is first compared with the torch implementation on a small problem of its own shape. Timing is cold (L2
-flushed): weights of a layer are never in L2 when its turn comes. Writes tune.csv (all candidates) and <device>.json.
+flushed): weights of a layer are never in L2 when its turn comes. Writes tune.csv (all candidates) and <device>.json,
+the bundle's table with these entries in place of its own, or beside them; those of compressed scales say "compressed".
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from types import ModuleType
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from scale_planes import PERCENT, make_planes
 
 TOP_K = 8
 CASES = {  # experts, N output columns, K, gated
@@ -33,7 +36,14 @@ CASES = {  # experts, N output columns, K, gated
     "glm_gate_up": (288, 2048, 4096, True),
     "glm_down": (288, 4096, 2048, False),
 }
+SCALES = ("dense", "compressed")
 SMEM_BYTES = 227 << 10
+SMALL = [  # block_n, block_k, num_warps, num_stages
+    (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 4, 4), (64, 512, 4, 3), (32, 256, 2, 4), (32, 512, 2, 4),
+    (64, 128, 2, 3), (64, 128, 2, 4), (64, 256, 2, 2), (64, 256, 2, 3), (64, 256, 2, 4), (128, 128, 2, 3),
+    (128, 128, 2, 4), (128, 128, 4, 4), (128, 128, 8, 4), (128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 3),
+    (128, 512, 8, 3), (256, 128, 8, 4), (256, 256, 8, 3),
+]  # fmt: skip
 LARGE = [  # block_n, block_t, num_warps, num_stages
     (64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 4),
     (128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 5), (256, 128, 8, 4),
@@ -64,11 +74,25 @@ def uniform_routing(bundle: ModuleType, tokens: int, experts: int):
     return *scheduling, len(ids.unique())
 
 
-def make_weights(experts: int, rows: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes and ordinary scale bytes: exponents within 8 of each other, as trained weights have."""
-    packed = torch.randint(0, 256, (experts, rows, depth // 2), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(0x58, 0x78, (experts, rows, depth // 16), dtype=torch.uint8, device="cuda")
-    return packed, scales.view(torch.float8_e4m3fn)
+def make_weights(bundle: ModuleType, case: str, experts: list[int], kind: str):
+    """(packed codes, dense scales, the same as `kind`); of experts that are not in `experts`, codes are whatever memory
+    holds and scales 0."""
+    num_experts, cols, depth, gate = CASES[case]
+    rows = cols * (2 if gate else 1)
+    packed = torch.empty(num_experts, rows, depth // 2, dtype=torch.uint8, device="cuda")
+    planes = torch.zeros(num_experts, rows, depth // 16, dtype=torch.uint8, device="cuda")
+    if len(experts) == num_experts:
+        packed.random_(0, 256)
+        planes = make_planes(num_experts, rows, depth // 16, PERCENT[case])
+    else:
+        for expert in experts:
+            packed[expert].random_(0, 256)
+            planes[expert] = make_planes(1, rows, depth // 16, PERCENT[case], seed=expert)[0]
+    dense = planes.view(torch.float8_e4m3fn)
+    if kind == "dense":
+        return packed, dense, dense
+    wire = bundle.compress_nvfp4_csf_scales(planes)
+    return packed, dense, bundle.prepare_nvfp4_csf_scales(*wire, num_rows=rows, num_cols=depth // 16)
 
 
 def make_gemm(bundle: ModuleType, case: str, tokens: int, weights, routing, dtype=torch.bfloat16):
@@ -77,7 +101,7 @@ def make_gemm(bundle: ModuleType, case: str, tokens: int, weights, routing, dtyp
     first = case.endswith("gate_up")
     x = torch.randn(tokens if first else tokens * TOP_K, depth, dtype=dtype, device="cuda")
     return part(bundle, "nvfp4.arguments").check_gemm(
-        x, weights[0], None, weights[1],
+        x, weights[0], None, weights[2],
         activation_format="bf16", gate=gate, b_global_scale=torch.full((experts,), 1e-4, device="cuda"),
         expert_start=start, gather_idx=gather if first else None, scatter_idx=None if first else scatter,
     )  # fmt: skip
@@ -89,61 +113,68 @@ def moved_bytes(gemm, active: int) -> int:
     return active * rows * (depth // 2 + depth // 16) + gemm.a.numel() * 2 + gemm.num_rows * gemm.num_cols * 2
 
 
-def candidates(bundle: ModuleType, tokens: int, experts: int):
-    """Configurations worth compiling for this many tokens; the occupancy is filled in after compiling."""
-    config_type = part(bundle, "nvfp4.configs").Config
+def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
+    """Configurations worth compiling for this many tokens; the occupancy is filled in after compiling. Tiles of
+    compressed scales leave room for their strip."""
+    configs = part(bundle, "nvfp4.configs")
+    experts, _, depth, _ = CASES[case]
     mean = tokens * TOP_K / experts
-    small = [
-        (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 4, 4), (64, 512, 4, 3), (64, 256, 2, 4), (32, 256, 2, 4),
-        (32, 512, 2, 4), (128, 128, 4, 4), (128, 128, 8, 4), (128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 3),
-        (128, 512, 8, 3), (256, 128, 8, 4), (256, 256, 8, 3),
-    ]  # fmt: skip
-    if mean <= 2:
-        tiles = [(8, small)]
-    elif mean <= 16:
-        tiles = [(8, small), (16, small)]
-    else:
+    tiles = [(8, SMALL)]
+    if 2 < mean <= 16:
+        tiles = [(8, SMALL), (16, SMALL)]
+    elif mean > 16:
         tiles = [(32, [(64, 128, 4, 3), (128, 128, 4, 3)])]
-        for block_n, block_t, warps, stages in LARGE:
-            yield config_type(block_n, 128, block_t, warps, stages, 1, warpgroup=True)
-    for block_t, shapes in tiles:
-        for block_n, block_k, warps, stages in shapes:
-            yield config_type(block_n, block_k, block_t, warps, stages, 1)
+    found = [
+        configs.Config(block_n, block_k, block_t, warps, stages, 1)
+        for block_t, shapes in tiles
+        for block_n, block_k, warps, stages in shapes
+    ]
+    if mean > 16:
+        found += [configs.Config(n, 128, t, warps, stages, 1, warpgroup=True) for n, t, warps, stages in LARGE]
+    if kind == "compressed":
+        found = [dataclasses.replace(configs.with_strip(config, depth), programs_per_sm=1) for config in found]
+    return dict.fromkeys(found)
 
 
-def occupancy(kernel) -> int:
-    """Programs an SM holds, by registers and shared memory."""
+def strip_bytes(bundle: ModuleType, config, depth: int) -> int:
+    """Shared memory that the kernel declares beside Triton's: one strip of decoded scales, two for warpgroups if they
+    fit."""
+    configs = part(bundle, "nvfp4.configs")
+    strip = configs.strip_bytes(config, depth)
+    two = config.warpgroup and depth > config.block_k and 2 * strip <= configs.MAX_STRIP_BYTES
+    return 2 * strip if two else strip
+
+
+def occupancy(kernel, declared: int) -> int:
+    """Programs an SM holds, by registers and shared memory, `declared` bytes of which Triton does not know."""
     threads = kernel.metadata.num_warps * 32
     registers = -(-kernel.n_regs // 8) * 8 * threads
-    return max(1, min(65536 // registers, SMEM_BYTES // (kernel.metadata.shared + 1024), 2048 // threads))
+    shared = kernel.metadata.shared + declared + 1024
+    return max(1, min(65536 // registers, SMEM_BYTES // shared, 2048 // threads))
 
 
 def check_candidate(job) -> tuple:
     """Compile one candidate and compare it with the torch implementation; also warms the compiler's disk cache."""
-    directory, case, tokens, config_values = job
+    directory, case, kind, tokens, config_values = job
     torch.set_num_threads(1)
     try:
         bundle = load_bundle(directory)
         config = part(bundle, "nvfp4.configs").Config(**config_values)
-        experts, _, depth, gate = CASES[case]
+        experts = CASES[case][0]
         torch.manual_seed(1)
         tokens = max(1, min(tokens, 2 * config.block_t))
         routing = uniform_routing(bundle, tokens, experts)
-        rows = CASES[case][1] * (2 if gate else 1)
-        packed = torch.empty(experts, rows, depth // 2, dtype=torch.uint8, device="cuda")
-        scales = torch.empty(experts, rows, depth // 16, dtype=torch.float8_e4m3fn, device="cuda")
-        start = torch.zeros_like(routing[0])
-        for expert, count in ((0, 3), (5, 0), (experts - 1, config.block_t + 1)):  # the rest of the rows have no expert
+        start, used = torch.zeros_like(routing[0]), [0, experts - 1]
+        for expert, count in zip(used, (3, config.block_t + 1), strict=True):  # the rest of the rows have no expert
             start[expert + 1 :] += count
-            packed[expert], scales[expert] = (t[0] for t in make_weights(1, rows, depth))
         start.clamp_(max=tokens * TOP_K)
-        gemm = make_gemm(bundle, case, tokens, (packed, scales), (start, *routing[1:]))
+        weights = make_weights(bundle, case, used, kind)
+        gemm = make_gemm(bundle, case, tokens, weights, (start, *routing[1:]))
         launch = part(bundle, "nvfp4.launch")
         out = launch.run_on_gpu(gemm, config)[0]
-        used = [0, experts - 1]
         b_start = torch.stack([start[0], start[1], start[experts]]).int()
         small = dataclasses.replace(
-            gemm, a=gemm.a.cpu(), b=gemm.b[used].cpu(), b_scales=gemm.b_scales[used].cpu(),
+            gemm, a=gemm.a.cpu(), b=gemm.b[used].cpu(), b_scales=weights[1][used].cpu(),
             b_global=gemm.b_global[used].cpu(), expert_start=b_start.cpu(),
             gather_idx=None if gemm.gather_idx is None else gemm.gather_idx.cpu(),
             scatter_idx=None if gemm.scatter_idx is None else gemm.scatter_idx.cpu(),
@@ -151,10 +182,10 @@ def check_candidate(job) -> tuple:
         want = part(bundle, "nvfp4.cpu").run_on_cpu(small)[0].double()
         error = ((out.cpu().double() - want).norm() / want.norm()).item()
         if not error < 4e-3:
-            return case, config_values, f"wrong: relative error {error:.3g}"
-        return case, config_values, ""
+            return case, kind, config_values, f"wrong: relative error {error:.3g}"
+        return case, kind, config_values, ""
     except Exception:  # a candidate that does not compile or launch is a result, not a failure of the run
-        return case, config_values, traceback.format_exc().strip().splitlines()[-1][:300]
+        return case, kind, config_values, traceback.format_exc().strip().splitlines()[-1][:300]
 
 
 def main() -> None:
@@ -163,77 +194,95 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64, 512, 4096])
+    parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dense"])
     parser.add_argument("--seconds", type=float, default=200)
     arguments = parser.parse_args()
     began = time.monotonic()
     bundle = load_bundle(arguments.bundle)
 
     plan = {}
-    for case, tokens in itertools.product(arguments.cases, arguments.tokens):
-        for config in candidates(bundle, tokens, CASES[case][0]):
-            plan.setdefault((case, config), []).append(tokens)
+    for case, kind, tokens in itertools.product(arguments.cases, arguments.scales, arguments.tokens):
+        for config in candidates(bundle, tokens, case, kind):
+            plan.setdefault((case, kind, config), []).append(tokens)
     jobs = [
-        (arguments.bundle, case, max(tokens), dataclasses.asdict(config)) for (case, config), tokens in plan.items()
+        (arguments.bundle, case, kind, max(tokens), dataclasses.asdict(config))
+        for (case, kind, config), tokens in plan.items()
     ]
     failed = set()
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        for case, values, problem in pool.imap_unordered(check_candidate, jobs):
+        for case, kind, values, problem in pool.imap_unordered(check_candidate, jobs):
             if problem:
-                failed.add((case, tuple(values.values())))
-                print(f"{case} {list(values.values())}: {problem}", flush=True)
+                failed.add((case, kind, tuple(values.values())))
+                print(f"{case} {kind} {list(values.values())}: {problem}", flush=True)
     print(f"{len(jobs)} candidates checked, {len(failed)} failed, {time.monotonic() - began:.0f} s", flush=True)
     time_candidates(bundle, arguments, plan, failed, began)
 
 
 def time_candidates(bundle: ModuleType, arguments, plan: dict, failed: set, began: float) -> None:
-    from harness import time_cold
-
     rows, entries = [], []
-    for case in arguments.cases:
-        experts, cols, depth, gate = CASES[case]
-        weights = make_weights(experts, cols * (2 if gate else 1), depth)
+    for case, kind in itertools.product(arguments.cases, arguments.scales):
+        experts, _, depth, _ = CASES[case]
+        weights = make_weights(bundle, case, list(range(experts)), kind)
         for tokens in arguments.tokens:
             routing = uniform_routing(bundle, tokens, experts)
             gemm = make_gemm(bundle, case, tokens, weights, routing)
             roof = read_roof(weights, moved_bytes(gemm, routing[3]))
             results = []
-            for (plan_case, config), token_counts in plan.items():
-                if plan_case != case or tokens not in token_counts or (case, dataclasses.astuple(config)) in failed:
+            for (plan_case, plan_kind, config), token_counts in plan.items():
+                unwanted = (plan_case, plan_kind) != (case, kind) or tokens not in token_counts
+                if unwanted or (case, kind, dataclasses.astuple(config)) in failed:
                     continue
                 if time.monotonic() - began > arguments.seconds:
                     print("out of time", flush=True)
                     break
-                results += time_config(bundle, gemm, config, time_cold)
+                results += time_config(
+                    bundle, gemm, config, strip_bytes(bundle, config, depth) if kind != "dense" else 0
+                )
             results.sort(key=lambda result: result[1])
             for config, micros in results[:3]:
-                ratio = micros / roof
-                print(f"{case} {tokens:5} tokens: {micros:8.2f} us, {ratio:.2f} x roof {dataclasses.astuple(config)}")
-            sys.stdout.flush()
-            rows += [(case, tokens, roof, micros, config) for config, micros in results]
-            if results:
-                entries.append(
-                    {
-                        "n": cols * (2 if gate else 1),
-                        "k": depth,
-                        "rows_per_expert": tokens * TOP_K / experts,
-                        "config": dataclasses.asdict(results[0][0]),
-                    }
+                print(
+                    f"{case} {kind} {tokens:5} tokens: {micros:8.2f} us, {micros / roof:.2f} x the dense roof "
+                    f"{dataclasses.astuple(config)}"
                 )
+            sys.stdout.flush()
+            rows += [(case, kind, tokens, roof, micros, config) for config, micros in results]
+            if results:
+                entry = {"n": gemm.b.shape[1], "k": depth, "rows_per_expert": tokens * TOP_K / experts}
+                entry |= {"compressed": True} if kind == "compressed" else {}
+                entries.append(entry | {"config": dataclasses.asdict(results[0][0])})
         del weights
-    write(arguments.out, rows, entries)
+    write(arguments.out, rows, merged(arguments.bundle, entries))
 
 
-def time_config(bundle: ModuleType, gemm, config, timer) -> list:
+def time_config(bundle: ModuleType, gemm, config, declared: int) -> list:
     """[(config with its programs an SM, cold us)], for full occupancy and for less."""
+    from harness import time_cold
+
     launch = part(bundle, "nvfp4.launch")
     operands, x_global, gather_idx = launch.prepare_activations(gemm)
     arguments, constants = launch.kernel_arguments(gemm, operands, x_global, gather_idx, launch.new_outputs(gemm))
-    resident = occupancy(launch.launch_mma(gemm, config, arguments, constants))
+    resident = occupancy(launch.launch_mma(gemm, config, operands, x_global, arguments, constants), declared)
     results = []
     for programs in sorted({resident, max(1, resident - 1), max(1, resident // 2)}, reverse=True):
         chosen = dataclasses.replace(config, programs_per_sm=programs)
-        results.append((chosen, timer(lambda c=chosen: launch.run_on_gpu(gemm, c), samples=7).p50))
+        results.append((chosen, time_cold(lambda c=chosen: launch.run_on_gpu(gemm, c), samples=7).p50))
     return results
+
+
+def merged(directory: Path, entries: list[dict]) -> list[dict]:
+    """The bundle's entries for this device, with `entries` in their places."""
+
+    def place(entry: dict) -> tuple:
+        return entry["n"], entry["k"], entry.get("compressed", False), entry["rows_per_expert"]
+
+    path = directory / "nvfp4/configs" / table_name()
+    table = {place(entry): entry for entry in json.loads(path.read_text())["entries"]} if path.exists() else {}
+    table |= {place(entry): entry for entry in entries}
+    return list(table.values())
+
+
+def table_name() -> str:
+    return torch.cuda.get_device_name().lower().replace(" ", "_") + ".json"
 
 
 def read_roof(weights, num_bytes: int) -> float:
@@ -252,12 +301,11 @@ def write(out: Path, rows: list, entries: list) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with (out / "tune.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        config = [field.name for field in dataclasses.fields(rows[0][4])] if rows else []
-        writer.writerow(["case", "tokens", "roof_us", "us_p50", *config])
-        writer.writerows((*row[:4], *dataclasses.astuple(row[4])) for row in rows)
-    name = torch.cuda.get_device_name().lower().replace(" ", "_")
+        config = [field.name for field in dataclasses.fields(rows[0][5])] if rows else []
+        writer.writerow(["case", "scales", "tokens", "roof_us", "us_p50", *config])
+        writer.writerows((*row[:5], *dataclasses.astuple(row[5])) for row in rows)
     lines = ",\n".join(map(json.dumps, entries))
-    (out / f"{name}.json").write_text(f'{{"entries": [\n{lines}\n]}}\n')
+    (out / table_name()).write_text(f'{{"entries": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

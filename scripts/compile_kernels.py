@@ -116,7 +116,9 @@ def resources(kernel: Any, arch: str) -> tuple[int, int, int]:
         command = [ptxas, "-v", f"-arch={target}", file.name, "-o", os.devnull]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = int(re.search(r"Used (\d+) registers", report)[1])
-    return registers, kernel.metadata.shared, int(re.search(r"(\d+) bytes spill stores", report)[1])
+    declared = re.search(r"(\d+) bytes smem", report)  # in PTX, unknown to Triton
+    shared = kernel.metadata.shared + int(declared[1] if declared else 0)
+    return registers, shared, int(re.search(r"(\d+) bytes spill stores", report)[1])
 
 
 def describe(case: Case, arch: str, registers: int, shared: int, spilled: int) -> str:

@@ -24,6 +24,12 @@ GEMMS = [  # op, output columns, K, tokens, options
     ("2d", 80, 160, 3, {"activation_format": "bf16", "gate": True}),  # K of the portable kernel
     ("grouped", 80, 320, 150, {"activation_format": "bf16", "gate": True}),  # rows of warpgroup tiles
     ("grouped", 272, 128, 150, {}),
+    ("grouped", 80, 384, 9, {"activation_format": "bf16", "gate": True, "compressed": True}),
+    ("batched", 272, 128, 5, {"compressed": True}),
+    ("2d", 48, 640, 17, {"activation_format": "bf16", "compressed": True}),
+    ("grouped", 48, 4096, 5, {"activation_format": "bf16", "gate": True, "compressed": True}),  # decoded in slices
+    ("grouped", 80, 384, 150, {"activation_format": "bf16", "gate": True, "compressed": True}),  # warpgroup tiles
+    ("2d", 48, 192, 3, {"compressed": True}),  # decoded into memory
 ]
 
 
@@ -56,10 +62,20 @@ def make_gemm(bundle: ModuleType, op: str, cols: int, depth: int, tokens: int, o
     rows = cols * 2 if options.get("gate") else cols
     weight = torch.randn(E, rows, depth, generator=generator) / depth**0.5
     b, b_scales, b_global = bundle.nvfp4_quantize_two_level(weight)
-    b_scales = bundle.swizzle_mx_scales(b_scales) if options.pop("swizzled", False) else b_scales
+    if op == "2d":
+        b, b_scales = b[:1], b_scales[:1]
+    if options.pop("swizzled", False):
+        b_scales = bundle.swizzle_mx_scales(b_scales)
+    if options.pop("compressed", False):
+        planes = b_scales.view(torch.uint8)
+        planes[torch.rand(planes.shape, generator=generator) < 0.05] = 0x20  # exceptions, the last byte among them
+        planes[:, -1, -1] = 0x20
+        wire = bundle.compress_nvfp4_csf_scales(planes)
+        b_scales = bundle.prepare_nvfp4_csf_scales(*wire, num_rows=rows, num_cols=depth // 16)
     x = torch.randn(tokens, depth, generator=generator).bfloat16()
     if op == "2d":
-        return (x, b[0], None, b_scales[0]), options | {"b_global_scale": b_global[0]}
+        b_scales = b_scales[0] if isinstance(b_scales, torch.Tensor) else b_scales
+        return (x, b[0], None, b_scales), options | {"b_global_scale": b_global[0]}
     ids = torch.randint(0, E, (tokens, TOP_K), generator=generator, dtype=torch.int32)
     ids[-1, 0] = E
     start, gather, scatter = bundle.compute_grouped_scheduling(ids, E, TOP_K)
@@ -93,8 +109,11 @@ def exercise_gemms(bundle: ModuleType, device: str) -> None:
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         chosen = launch.choose_config
         for tile in largest_tiles(configs):  # real shapes get them, where there are rows enough
+            options = {"activation_format": "bf16", "gate": True}
             launch.choose_config = lambda *_, tile=tile: tile
-            exercise_gemm(bundle, device, "grouped", 272, 320, 150, {"activation_format": "bf16", "gate": True})
+            exercise_gemm(bundle, device, "grouped", 272, 320, 150, options)
+            launch.choose_config = lambda *_, tile=tile: configs.with_strip(tile, 384)
+            exercise_gemm(bundle, device, "grouped", 272, 384, 150, options | {"compressed": True})
         launch.choose_config = chosen
 
 

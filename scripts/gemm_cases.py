@@ -104,10 +104,21 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
         with unittest.mock.patch.multiple(launch, **choices):
             add(name, archs, lambda: launch.run_on_gpu(g))
 
-    def gemm(cols: int, depth: int, tokens: int, routing: str, dtype=torch.bfloat16, swizzled=False, **options):
+    def compressed_scales(experts: int, rows: int, cols: int):
+        sizes = (experts, rows), (experts, rows, cols // 2), (experts,), (experts * (-(-rows * cols // 1024)) + 1,)
+        types = torch.uint8, torch.uint8, torch.int32, torch.int32
+        return bundle.NVFP4CSFScales(
+            *(torch.empty(size, dtype=dtype) for size, dtype in zip(sizes, types, strict=True))
+        )
+
+    def gemm(
+        cols: int, depth: int, tokens: int, routing: str, dtype=torch.bfloat16, swizzled=False, compressed=False,
+        **options,
+    ):  # fmt: skip
         rows = cols * 2 if options.get("gate") else cols
         plane = (-(-rows // 128), -(-depth // 64), 32, 16) if swizzled else (rows, depth // 16)
         experts = 1 if routing == "dense" else E
+        scales = torch.empty(experts, *plane, dtype=torch.float8_e4m3fn)
         index, start = (torch.zeros(n, dtype=torch.int32) for n in (tokens * TOP_K, E + 1))
         indices = {
             "grouped": {"expert_start": start, "gather_idx": index, "scatter_idx": index},
@@ -116,12 +127,14 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
         }
         return check_gemm(
             torch.empty(tokens, depth, dtype=dtype), torch.empty(experts, rows, depth // 2, dtype=torch.uint8), None,
-            torch.empty(experts, *plane, dtype=torch.float8_e4m3fn), **indices[routing], **options,
+            compressed_scales(experts, *plane) if compressed else scales, **indices[routing], **options,
         )  # fmt: skip
 
     def add_mma(name: str, archs: tuple[str, ...], g, config=None) -> None:
         rows = g.num_rows if g.expert_ids is None else min(g.num_rows, E)
         config = config or configs.default_config(g.b.shape[1], g.depth, rows, g.num_experts, 132, False)
+        if not isinstance(g.b_scales, torch.Tensor):
+            name, config = f"fused {name}", configs.with_strip(config, g.depth)
         tile = f"{'wgmma' if config.warpgroup else 'mma'} {config.block_n}x{config.block_k}x{config.block_t}"
         add_gemm(f"{tile} {name}", archs, g, mma=True, config=config)
 
@@ -135,9 +148,21 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     add_mma("swizzled", TENSOR_CORES, gemm(2560, 640, 8, "batched", torch.float16, swizzled=True, **w4a16))
     add_mma("dense", ("sm_89", "sm_90"), gemm(4096, 4096, 16, "dense", **w4a16))
     add_mma("prefill requantized", ("sm_89", *BLACKWELL), gemm(640, 2560, 4096, "grouped", gate=True, **requantized))
-    for ratio, config in configs.load_table("NVIDIA H200")[1280, 2560]:
-        tokens = max(1, round(ratio * E / TOP_K))
-        add_mma(f"{tokens} tokens", ("sm_90",), gemm(640, 2560, tokens, "grouped", gate=True, **w4a16), config)
+    table = configs.load_table("NVIDIA H200")
+    for compressed in (False, True):
+        for ratio, config in table.get((1280, 2560, compressed), table[1280, 2560, False]):
+            tokens = max(1, round(ratio * E / TOP_K))
+            g = gemm(640, 2560, tokens, "grouped", gate=True, compressed=compressed, **w4a16)
+            add_mma(f"{tokens} tokens", ("sm_90",), g, config)
+    fused = {"compressed": True, **w4a16}
+    add_mma("gated", TENSOR_CORES, gemm(640, 2560, 8, "grouped", gate=True, **fused))
+    add_mma("down", TENSOR_CORES, gemm(2560, 640, 8, "batched", torch.float16, **fused))
+    add_mma("sliced", TENSOR_CORES, gemm(2048, 4096, 64, "grouped", gate=True, **fused))
+    prefill = gemm(640, 2560, 4096, "grouped", gate=True, **fused, **requantized)
+    add_mma("prefill requantized", ("sm_89", "sm_90", "sm_120"), prefill)
+    large = configs.Config(128, 128, 128, 8, 4, 1, warpgroup=True)
+    add_mma("prefill down", ("sm_90",), gemm(2560, 640, 4096, "grouped", **fused), large)
+    add_mma("prefill long rows", ("sm_90",), gemm(2048, 4096, 4096, "grouped", gate=True, **fused), large)
     g = gemm(640, 2560, 8, "grouped", gate=True, swizzled=True, **requantized)
     add_gemm("scaled gated requantized", BLACKWELL, g, scaled=True)
     g = gemm(2560, 160, 8, "batched", a_global_scale=torch.ones(E))

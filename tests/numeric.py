@@ -187,3 +187,41 @@ def check_codec(bundle: ModuleType, stack: Stack):
     """The encoder gives exactly the stack's wire form, and that decodes to its planes."""
     check_wire(bundle.compress_nvfp4_csf_scales(stack.planes), stack.fixed, stack.words)
     return check_decode(bundle, stack)
+
+
+def make_coded_planes(shape: tuple[int, int, int], percent: float, kind: str, seed: int) -> Stack:
+    """Planes of any rate of exceptions, 0 to 100 %, made from their compressed form: no encoder has to find it.
+
+    kind: "ordinary" bytes, as trained weights have them; "any" byte but NaN, so also negative, zero and subnormal ones;
+    "nan": ordinary ones, but in three rows a plane, 0x7F and 0xFF from windows, and 0xFF as an exception.
+    """
+    rng = np.random.default_rng(seed)
+    wild = kind == "any"
+    bases = rng.integers(*((0, NUM_BASES) if wild else (0x30, 0x39)), shape[:2], np.uint8)
+    codes = rng.integers(0, WINDOW, shape, np.uint8)
+    others = rng.integers(*((0, 256) if wild else (0x20, 0x50)), shape, np.uint8)
+    outside = rng.random(shape, np.float32) < percent / 100
+    if kind == "nan":
+        bases[:, 3], codes[:, 3, 5], outside[:, 3, 5] = 0x70, 15, False
+        bases[:, -2], codes[:, -2, 0], outside[:, -2, 0] = 240, 15, False
+        others[:, 7, -1], outside[:, 7, -1] = 0xFF, True
+    windows = codes + bases[:, :, None]
+    if wild:
+        codes ^= windows % 128 == 127
+        others -= others % 128 == 127
+        windows = codes + bases[:, :, None]
+    planes = np.where(outside, others, windows)
+    words = [torch.from_numpy(wire_words(plane, mask)) for plane, mask in zip(planes, outside, strict=True)]
+    return Stack(torch.from_numpy(planes), torch.from_numpy(wire_fixed(bases, codes)), words)
+
+
+def oracle_weights(packed: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
+    """code * scale as float64 [.., N, K] of packed codes [.., N, K/2] and scale bytes [.., N, K/16]."""
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    byte = np.arange(256)
+    exponent, mantissa = byte // 8 % 16, byte % 8
+    e4m3 = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
+    e4m3 = np.where(byte % 128 == 127, np.nan, np.where(byte >= 128, -e4m3, e4m3))
+    codes = to_numpy(packed)
+    values = e2m1[np.stack([codes % 16, codes // 16], -1)].reshape(*codes.shape[:-1], -1)
+    return torch.from_numpy(values * e4m3[to_numpy(planes)].repeat(16, -1))

@@ -1,4 +1,4 @@
-"""The GEMM benchmark on small shapes, on a CPU: it checks what it would time, and writes the results' columns."""
+"""The GEMM benchmarks on small shapes, on a CPU: they check what they would time, and write the results' columns."""
 
 from __future__ import annotations
 
@@ -16,28 +16,51 @@ COLUMNS = (
 )  # fmt: skip
 CASES = ("qwen_gate_up", "qwen_down", "glm_gate_up", "glm_down")
 EXPECTED = {
-    *product(CASES, ("w4a16", "w4a16_batched"), ("1", "8"), ("warm", "cold")),
-    *product(CASES[:2], ("torch_grouped_mm", "w4a16", "w4a4"), ("16",), ("warm", "cold")),
-    *product(("dense_4096",), ("torch_bf16", "w4a16"), ("1", "16"), ("warm", "cold")),
+    "nvfp4_gemm": {
+        *product(CASES, ("w4a16", "w4a16_batched"), ("1", "8"), ("warm", "cold")),
+        *product(CASES[:2], ("torch_grouped_mm", "w4a16", "w4a4"), ("16",), ("warm", "cold")),
+        *product(("dense_4096",), ("torch_bf16", "w4a16"), ("1", "16"), ("warm", "cold")),
+    },
+    "fused": {
+        *product(CASES, ("dense", "staged", "fused"), ("1", "16"), ("warm", "cold")),
+        *product(CASES, ("dense_batched", "staged_batched", "fused_batched"), ("1",), ("warm", "cold")),
+    },
 }
+ARGUMENTS = ["--tiny", "--commit", "abc", "--out", "out.csv"]
 RUN = """
 import runpy, sys
 import torch
 torch.cuda.is_available = lambda: False
 sys.path.insert(0, {folder!r})
-sys.argv = ["nvfp4_gemm.py", "--tiny", "--commit", "abc", "--out", "out.csv"]
-runpy.run_path({folder!r} + "/nvfp4_gemm.py", run_name="__main__")
+sys.argv = ["benchmark", *{arguments!r}]
+runpy.run_path({folder!r} + "/{name}.py", run_name="__main__")
 """
 
 
-def test_gemm_benchmark_runs_small(bundle_dir, run_python, tmp_path):
+@pytest.fixture
+def run_benchmark(bundle_dir, run_python):
     local = {"LOCAL_KERNELS": f"kernels-community/finegrained-kernels={bundle_dir}"}
-    run_python(RUN.format(folder=str(ROOT / "benchmarks")), OMP_NUM_THREADS="1", **local)
+
+    def run(name: str, *arguments: str) -> str:
+        code = RUN.format(folder=str(ROOT / "benchmarks"), name=name, arguments=arguments)
+        return run_python(code, OMP_NUM_THREADS="1", **local).stdout
+
+    return run
+
+
+def test_layers_run_from_resident_scales(run_benchmark):
+    out = run_benchmark("resident_scales", "--tiny", "--layers", "3", "--tokens", "1", "40")
+    assert "every layer ran, outputs right" in out
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_gemm_benchmark_runs_small(run_benchmark, tmp_path, name):
+    run_benchmark(name, *ARGUMENTS)
     with (tmp_path / "out.csv").open(newline="") as file:
         assert file.readline().strip() == COLUMNS
         rows = list(csv.DictReader(file, COLUMNS.split(",")))
-    assert {(row["case"], row["variant"], row["tokens"], row["condition"]) for row in rows} == EXPECTED
-    assert len(rows) == len(EXPECTED)
+    assert {(row["case"], row["variant"], row["tokens"], row["condition"]) for row in rows} == EXPECTED[name]
+    assert len(rows) == len(EXPECTED[name])
     for row in rows:
         assert row["commit"] == "abc" and int(row["bytes"]) > 0
         assert 0 < float(row["us_p20"]) <= float(row["us_p50"]) <= float(row["us_p80"])

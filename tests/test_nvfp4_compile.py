@@ -47,6 +47,13 @@ for gate, activation_format in ((True, "bf16"), (False, None)):
     poison.test_unused_values_change_nothing(bundle, "cpu", gate, activation_format, True, 48, 160)
 """
 
+COMPRESSED = """
+import test_fused as table
+chosen = [choice for choice in table.ON_CPU if choice["shape"][1] < 400 and choice["size"][1] < 10]
+for choice in chosen[::3]:
+    table.check_scenario(bundle, choice, "cpu")
+"""
+
 SCALED = """
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -104,7 +111,9 @@ for magnitude in (1e-30, 1e-3, 1.0, 1e4):
 """
 
 
-@pytest.mark.parametrize("body", [QUANTIZER, SCENARIOS, SCALED], ids=["quantizer", "scenarios", "block-scaled"])
+@pytest.mark.parametrize(
+    "body", [QUANTIZER, SCENARIOS, COMPRESSED, SCALED], ids=["quantizer", "scenarios", "compressed", "block-scaled"]
+)
 def test_interpreted_kernels_match(bundle_dir, run_python, body):
     prelude = INTERPRETED.format(tests=str(TESTS), variant=str(bundle_dir))
     run_python(prelude + body, TRITON_INTERPRET="1", PYTHONPATH=str(TESTS))

@@ -1,0 +1,184 @@
+"""Do 48 layers run from scales that stay compressed, with no dense scale buffer anywhere?
+
+`python benchmarks/resident_scales.py [--layers 48] [--tokens 1 64 4096] [--bundle build/torch-cuda]`, on a GPU;
+`--tiny` runs small layers, on a CPU too, without the memory's figures. Scales of every layer are resident, compressed,
+with the models' own share of exceptions; packed weights are one layer's, which all layers share. Per number of tokens,
+every layer's experts run: gate_up, down, weighted sum, the same tokens for each layer.
+
+It fails if a call asks the allocator for anything but a result, indices or activations in another order, if the peak is
+more than what is resident and these, or if the first or last layer's result is not that of dense scales to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from nvfp4_gemm import get_bundle, pick_device
+from scale_planes import PERCENT, make_planes
+from tune_nvfp4_gemm import TOP_K, part
+
+MIB = 1 << 20
+ROUTING_BYTES = 4 * MIB
+"""Indices, and what sorting takes: no more."""
+
+QWEN = {"experts": 512, "hidden": 2560, "intermediate": 640}
+TINY = {"experts": 16, "hidden": 128, "intermediate": 64}
+
+
+@dataclasses.dataclass
+class Stack:
+    """Packed weights of one layer, and every layer's compressed scales."""
+
+    bundle: object
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    b_global: torch.Tensor
+    scales: list[tuple]
+
+    @property
+    def compressed_bytes(self) -> int:
+        return sum(scales.nbytes for layer in self.scales for scales in layer)
+
+    @property
+    def dense_bytes(self) -> list[int]:
+        """Of a layer's stacks of scales, dense."""
+        return [weights.numel() // 8 for weights in (self.gate_up, self.down)]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes + self.b_global.nbytes
+
+    def run(self, layer: tuple, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        bundle, experts = self.bundle, len(self.gate_up)
+        start, gather, scatter = bundle.compute_grouped_scheduling(ids, experts, TOP_K)
+        options = {"expert_start": start, "activation_format": "bf16", "b_global_scale": self.b_global}
+        inner = bundle.matmul_grouped(x, self.gate_up, None, layer[0], gather_idx=gather, gate=True, **options)
+        rows = bundle.matmul_grouped(inner, self.down, None, layer[1], scatter_idx=scatter, **options)
+        return bundle.weighted_reduce(rows, ids, weights, experts)
+
+
+def build_stack(bundle, layers: int, shape: dict[str, int], device: str) -> Stack:
+    experts, hidden, intermediate = shape.values()
+    torch.manual_seed(0)
+    gate_up, down = (
+        torch.randint(0, 256, (experts, rows, depth // 2), dtype=torch.uint8, device=device)
+        for rows, depth in ((2 * intermediate, hidden), (hidden, intermediate))
+    )
+    scales = []
+    for layer in range(layers):
+        pair = []
+        for weights, case in ((gate_up, "qwen_gate_up"), (down, "qwen_down")):
+            rows, cols = weights.shape[1], weights.shape[2] // 8
+            wire = bundle.compress_nvfp4_csf_scales(
+                make_planes(experts, rows, cols, PERCENT[case], seed=2 * layer + len(pair), device=device)
+            )
+            pair.append(bundle.prepare_nvfp4_csf_scales(*wire, num_rows=rows, num_cols=cols))
+        scales.append(tuple(pair))
+    return Stack(bundle, gate_up, down, torch.full((experts,), 1e-4, device=device), scales)
+
+
+def check_layer(stack: Stack, layer: tuple, inputs: tuple, out: torch.Tensor) -> None:
+    """`out` is what dense scales give under the same configuration. Decodes: after memory was measured only."""
+    launch = part(stack.bundle, "nvfp4.launch")
+    choose = launch.choose_config
+    dense = tuple(map(stack.bundle.decompress_nvfp4_csf_scales, layer))
+    launch.choose_config = lambda *args: choose(*args[:-1], True)
+    try:
+        assert torch.equal(stack.run(dense, *inputs), out), "not the result of dense scales"
+    finally:
+        launch.choose_config = choose
+    assert bool(out.isfinite().all()) and bool(out.any())
+
+
+@contextlib.contextmanager
+def noted_allocations() -> Iterator[list[int]]:
+    """The sizes that the allocator was asked for meanwhile, filled in at the end."""
+    sizes: list[int] = []
+    torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
+    try:
+        yield sizes
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        sizes += [event["size"] for event in events if event["action"] == "alloc"]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def check_memory(stack: Stack, tokens: int, sizes: list[int], peak: int) -> None:
+    """Sizes and the peak above what is resident, against what a layer's calls need."""
+    rows, hidden, intermediate = tokens * TOP_K, stack.down.shape[1], stack.down.shape[2] * 2
+    inner, out, hidden_states = (2 * count for count in (rows * intermediate, rows * hidden, tokens * hidden))
+    permuted = [inner // intermediate * -(-intermediate // 256) * 256, inner, hidden_states]  # rows in whole chunks
+    known = [inner, out, hidden_states, *permuted]
+    strangers = [size for size in sizes if size > ROUTING_BYTES and not any(0 <= size - own < 512 for own in known)]
+    assert sizes and not strangers, f"asked for {sorted(set(strangers))} bytes, which no result has"
+    assert not set(stack.dense_bytes) & set(sizes), "as much as dense scales take was asked for"
+    allowed = inner + out + permuted[0] + 2 * hidden_states + 2 * ROUTING_BYTES  # two layers' results are kept
+    assert peak <= allowed, f"{peak} bytes above what is resident, expected at most {allowed}"
+
+
+def run_tokens(stack: Stack, tokens: int, shape: dict[str, int], device: str) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, shape["hidden"], generator=generator).bfloat16().to(device)
+    ids = torch.rand(tokens, shape["experts"], generator=generator).topk(TOP_K).indices.int().to(device)
+    inputs = x, ids, torch.rand(tokens, TOP_K, generator=generator).to(device)
+    if device == "cpu":
+        outputs = [stack.run(layer, *inputs) for layer in (stack.scales[0], stack.scales[-1])]
+    else:
+        stack.run(stack.scales[0], *inputs)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        resident = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        with noted_allocations() as sizes:
+            outputs = [None, None]
+            for layer in stack.scales:
+                outputs[1] = None
+                outputs[1] = stack.run(layer, *inputs)
+                outputs[0] = outputs[1] if outputs[0] is None else outputs[0]
+            torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        peak = stats["requested_bytes.all.peak"] - resident
+        check_memory(stack, tokens, sizes, peak)
+        print(
+            f"{tokens:5} tokens: max_memory_allocated {torch.cuda.max_memory_allocated() / MIB:.1f} MiB = "
+            f"{stack.compressed_bytes / MIB:.1f} of compressed scales + {stack.weight_bytes / MIB:.1f} of weights + "
+            f"{(resident - stack.compressed_bytes - stack.weight_bytes) / MIB:.2f} of inputs + "
+            f"{peak / MIB:.2f} for calls; the largest of their {len(sizes)} allocations {max(sizes) / MIB:.2f}",
+            flush=True,
+        )
+    for layer, out in zip((stack.scales[0], stack.scales[-1]), outputs, strict=True):
+        check_layer(stack, layer, inputs, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 4096])
+    parser.add_argument("--bundle", type=Path, help="a built variant, where `kernels` is not installed")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: does it run?")
+    arguments = parser.parse_args()
+    if not (arguments.tiny or torch.cuda.is_available()):
+        parser.error("real shapes need a CUDA device; --tiny runs without one")
+    device, shape = pick_device(), TINY if arguments.tiny else QWEN
+    began = time.monotonic()
+    stack = build_stack(get_bundle(arguments.bundle), arguments.layers, shape, device)
+    dense = arguments.layers * sum(stack.dense_bytes)
+    print(
+        f"{arguments.layers} layers: {stack.compressed_bytes / 1e9:.3f} GB of compressed scales resident, "
+        f"{dense / 1e9:.3f} GB dense, built in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    for tokens in arguments.tokens:
+        run_tokens(stack, tokens, shape, device)
+    print(f"every layer ran, outputs right, {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

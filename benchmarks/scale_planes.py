@@ -1,0 +1,25 @@
+"""Scale planes as trained stacks have them: a window of 16 values a row, and a share of exceptions."""
+
+from __future__ import annotations
+
+import torch
+
+PERCENT = {"qwen_gate_up": 1.02, "qwen_down": 0.22, "glm_gate_up": 0.30, "glm_down": 0.30}
+"""Exceptions of the models' own stacks; GLM's are a guess."""
+
+
+def make_planes(
+    num_planes: int, num_rows: int, num_cols: int, percent: float, seed: int = 0, device: str = "cuda"
+) -> torch.Tensor:
+    """uint8 `[E, N, C]`: a window of 16 values a row, and `percent` of the bytes below it, as exceptions are."""
+    generator = torch.Generator(device).manual_seed(seed)
+    options = {"generator": generator, "device": device}
+    shape = (num_planes, num_rows, num_cols)
+    base = torch.randint(70, 100, (*shape[:2], 1), dtype=torch.uint8, **options)
+    code = torch.randn(shape, dtype=torch.float16, **options).mul_(2.5).add_(8).clamp_(0, 15)
+    planes = base + code.to(torch.uint8)
+    planes[..., 0], planes[..., 1] = base[..., 0], base[..., 0] + 15  # the window is the only one that covers the row
+    chosen = torch.rand(shape, **options) < percent / 100
+    chosen[..., :2] = False
+    planes[chosen] = torch.randint(0, 50, (int(chosen.sum()),), dtype=torch.uint8, **options)
+    return planes
