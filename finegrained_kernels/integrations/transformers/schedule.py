@@ -1,0 +1,107 @@
+"""What the layers of one model share: the bundle, the workspace for decoded scales, and the order they run in."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finegrained_kernels import load
+
+if TYPE_CHECKING:
+    from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule
+
+
+class Schedule:
+    """Runs layers with one strategy, and prefetches in their order.
+
+    Attributes:
+        bundle: the kernels, as `finegrained_kernels.load()` returns them.
+        strategy: "auto", "staged", "fused" or "dense".
+        prefetch: whether each layer starts to decode the scales of the next.
+        layers: the modules, in the model's order.
+    """
+
+    def __init__(self, strategy: str, prefetch: bool) -> None:
+        self.bundle: ModuleType = load()
+        self.strategy, self.prefetch = strategy, prefetch
+        self.layers: list[NVFP4ExpertsModule] = []
+        self._scratch: dict[torch.device, torch.Tensor] = {}
+        self._prefetchers: dict[torch.device, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what cannot be copied or stored: modules and streams. Layers make their workspace anew."""
+        return {**self.__dict__, "bundle": None, "_scratch": {}, "_prefetchers": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, bundle=load())
+
+    def scratch(self, device: torch.device) -> torch.Tensor | None:
+        """The workspace on ``device``, for the layer that needs most; None if no layer needs any."""
+        size = max((layer.scratch_bytes for layer in self.layers), default=0)
+        used = {layer.device for layer in self.layers} | {device}
+        self._scratch = {place: scratch for place, scratch in self._scratch.items() if place in used}
+        if size and (device not in self._scratch or self._scratch[device].numel() < size):
+            self._scratch[device] = torch.empty(size, dtype=torch.uint8, device=device)
+            # A CUDA graph may write memory that is not its own only if that never moves.
+            torch._dynamo.mark_static_address(self._scratch[device])
+        return self._scratch.get(device)
+
+    def changed(self) -> None:
+        """Layers were loaded, moved or switched: whatever was prefetched is not used."""
+        for prefetcher in self._prefetchers.values():
+            prefetcher.discard()
+        self._prefetchers.clear()
+
+    def run(
+        self,
+        layer: NVFP4ExpertsModule,
+        strategy: str,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        options = {"activation_format": layer.activation_format, **_strategy_options(self.bundle, strategy)}
+        experts, routing = layer.experts, (top_k_index, top_k_weights)
+        # Streams and their order are no part of a compiled graph: there, each layer decodes for itself.
+        if not self.prefetch or strategy != "staged" or torch.compiler.is_compiling():
+            return self.bundle.moe_forward(experts, hidden_states, *routing, **options)
+        layers = [other for other in self.layers if other.device == layer.device]
+        if layer.device not in self._prefetchers:
+            self._prefetchers[layer.device] = _Prefetcher(self.bundle, layers)
+        return self._prefetchers[layer.device].run(layers.index(layer), hidden_states, routing, options)
+
+
+class _Prefetcher:
+    """`ScalePrefetcher` for layers that are expected, but not bound, to run in their order on one stream."""
+
+    def __init__(self, bundle: ModuleType, layers: list[NVFP4ExpertsModule]) -> None:
+        self._prefetcher = bundle.ScalePrefetcher([layer.experts for layer in layers])
+        self._num_layers = len(layers)
+        self._expected: tuple[int, Any] | None = None
+
+    def run(
+        self, i_layer: int, hidden_states: torch.Tensor, routing: tuple[torch.Tensor, ...], options: dict[str, Any]
+    ) -> torch.Tensor:
+        stream = torch.cuda.current_stream(hidden_states.device) if hidden_states.is_cuda else None
+        if self._expected is not None and self._expected != (i_layer, stream):
+            self.discard()
+        out = self._prefetcher.forward(i_layer, hidden_states, *routing, **options)
+        self._expected = None
+        # The first layer is not prefetched for the next pass, which may never come, or be on other tokens.
+        if i_layer + 1 < self._num_layers and self._prefetcher.prefetch(i_layer + 1, hidden_states.shape[0]):
+            self._expected = (i_layer + 1, stream)
+        return out
+
+    def discard(self) -> None:
+        self._prefetcher.discard()
+        self._expected = None
+
+
+def _strategy_options(bundle: ModuleType, strategy: str) -> dict[str, str]:
+    """How `moe_forward` is told which way to read compressed scales; "auto" leaves it to the kernels."""
+    if strategy not in ("staged", "fused") or "strategy" not in inspect.signature(bundle.moe_forward).parameters:
+        return {}
+    return {"strategy": strategy}
