@@ -59,8 +59,7 @@ def write_bf16(root: Path, architecture: str, *, seed: int = 0, **changes) -> Pa
     torch.manual_seed(seed)
     options = {**COMMON, **ARCHITECTURES[architecture], **changes}
     config = AutoConfig.for_model(architecture, **options)
-    config.dtype = torch.bfloat16
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -132,13 +132,15 @@ def test_logits_are_those_of_float64(checkpoints, architecture, device):
     reference = _Roundings(reference_model(paths), ids)
     model = load(paths["csf"], "staged", device=device)
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
-    error = (model(ids.to(device)).logits[0, -1].cpu().double() - reference.logits.detach()).abs()
+    with torch.no_grad():
+        error = (model(ids.to(device)).logits[0, -1].cpu().double() - reference.logits).abs()
     for i_logit in range(0, 128, 9):
         assert float(error[i_logit]) < 6 * reference.deviation(i_logit) < float(reference.spread), i_logit
     # The bound tells: with gate's globals used for up, or rows [up; gate], logits are elsewhere.
     for layer in nvfp4_experts(model):
         layer.gate_up_global.copy_(layer.gate_up_global.flip(1) * 1.5)
-    wrong = (model(ids.to(device)).logits[0, -1].cpu().double() - reference.logits.detach()).abs()
+    with torch.no_grad():
+        wrong = (model(ids.to(device)).logits[0, -1].cpu().double() - reference.logits).abs()
     assert any(float(wrong[i_logit]) > 6 * reference.deviation(i_logit) for i_logit in range(0, 128, 9))
 
 
@@ -159,12 +161,13 @@ def test_compressed_tensors_layout(checkpoints, tmp_path, strategy):
     assert torch.equal(dense(torch.arange(16).view(1, -1)).logits.float(), logits[0])
 
 
-def test_other_compressed_tensors_configs_stay_transformers_own():
+def test_other_compressed_tensors_configs_stay_transformers_own(monkeypatch):
     from transformers.quantizers.auto import AutoQuantizationConfig
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     entry = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-    assert type(AutoQuantizationConfig.from_dict(entry)) is CompressedTensorsConfig
+    monkeypatch.setattr(CompressedTensorsConfig, "from_dict", lambda given, **_: given)  # it needs a package to be made
+    assert AutoQuantizationConfig.from_dict(entry) is entry
     ours = AutoQuantizationConfig.from_dict({**entry, "format": "nvfp4-pack-quantized"})
     assert type(ours) is NVFP4CSFConfig
 
@@ -172,8 +175,10 @@ def test_other_compressed_tensors_configs_stay_transformers_own():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_globals_and_bytes_keep_their_dtype(checkpoints, dtype):
     model = load(checkpoints("qwen3_moe")["csf"], dtype=dtype)
-    for change in (lambda: None, lambda: model.to(torch.bfloat16), lambda: model.float(), lambda: model.half()):
-        change()
+    module = torch.nn.Module
+    for change in (None, module.bfloat16, module.float, module.half):  # transformers' own refuse for quantized models
+        if change is not None:
+            change(model)
         for layer in nvfp4_experts(model):
             types = {name: buffer.dtype for name, buffer in layer.named_buffers()}
             assert types.pop("gate_up_global") == types.pop("down_global") == torch.float32
@@ -224,7 +229,8 @@ def test_copies_and_pickles_run(checkpoints):
     mine, its = nvfp4_experts(model)[0], nvfp4_experts(twin)[0]
     assert mine.gate_up_proj.data_ptr() != its.gate_up_proj.data_ptr()
     assert its.experts.gate_up.data_ptr() == its.gate_up_proj.data_ptr()
-    assert torch.equal(generate(pickle.loads(pickle.dumps(twin)), 5), expected)
+    call = torch.randn(4, 128).bfloat16(), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5)
+    assert torch.equal(pickle.loads(pickle.dumps(mine))(*call), mine(*call))
 
 
 def test_calibrated_activations(bundle, tmp_path):
@@ -283,7 +289,7 @@ def test_options_that_make_no_sense(checkpoints):
     paths = checkpoints("qwen3_moe")
     with pytest.raises(ValueError, match="no compressed scales"):
         set_scale_strategy(load(paths["dense"]), "staged")
-    with pytest.raises(ValueError, match="bfloat16 or torch.float16 for NVFP4 experts, got torch.float32"):
+    with pytest.raises(ValueError, match=r"bfloat16 or torch.float16 for NVFP4 experts, got torch.float32"):
         load(paths["csf"], dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"down_proj.input_scale: missing"):
         load(paths["csf"], activation_format="nvfp4")

@@ -55,7 +55,7 @@ class NVFP4ExpertsModule(torch.nn.Module):
         down_proj: packed uint8 `[E, H, I / 2]`.
         num_experts: `E`, of this rank.
         activation_format: as `moe_forward` takes it.
-        experts: the bundle's `NVFP4Experts` over this module's tensors; None until loaded.
+        experts: the bundle's `NVFP4Experts` over this module's tensors; None until loaded or, in a copy, called.
         stored: globals and input scales as in the checkpoint, by projection, on the CPU, for saving.
 
     Scales and globals are buffers, without an entry in the state dict; no cast to another dtype touches them.
@@ -97,6 +97,8 @@ class NVFP4ExpertsModule(torch.nn.Module):
         return self.run(self.schedule.strategy, hidden_states, top_k_index, top_k_weights)
 
     def run(self, strategy: str, *call: torch.Tensor) -> torch.Tensor:
+        if self.experts is None:
+            self.schedule.prepare()
         return self.schedule.run(self, strategy, *call)
 
     def set_scales(self, name: str, scales: Any) -> None:
@@ -130,6 +132,10 @@ class NVFP4ExpertsModule(torch.nn.Module):
             **{name: self._buffers[name] for name in GLOBALS if name in self._buffers},
             scratch=self.schedule.scratch(self.device) if self.scratch_bytes else None,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without `experts`, whose tensors a copy would have twice: it is made again by the first call."""
+        return {**self.__dict__, "experts": None}
 
     def _apply(self, fn: Callable, recurse: bool = True) -> NVFP4ExpertsModule:
         """Move, never cast: packed weights, scale bytes and float32 globals have no other dtype."""

@@ -112,8 +112,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
                     strategy=self.quantization_config.scale_strategy,
                     input_scales=self._input_scales,
                 )
-        for module in modules:  # only now is it known which layer needs the largest workspace
-            module.prepare()
+        modules[0].schedule.prepare()
         self._checkpoint = None  # its headers are large, and all that saving needs is in `plans` and `forms`
         return model
 

@@ -32,7 +32,7 @@ class Schedule:
         self._prefetchers: dict[torch.device, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what cannot be copied or stored: modules and streams. Layers make their workspace anew."""
+        """Without what cannot be copied or stored: the bundle, streams, and the workspace."""
         return {**self.__dict__, "bundle": None, "_scratch": {}, "_prefetchers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -48,6 +48,11 @@ class Schedule:
             # A CUDA graph may write memory that is not its own only if that never moves.
             torch._dynamo.mark_static_address(self._scratch[device])
         return self._scratch.get(device)
+
+    def prepare(self) -> None:
+        """Make all layers ready to run: together, as it takes all of them to know how large the workspace must be."""
+        for layer in self.layers:
+            layer.prepare()
 
     def changed(self) -> None:
         """Layers were loaded, moved or switched: whatever was prefetched is not used."""
