@@ -103,13 +103,19 @@ def load(path: Path, strategy: str = "auto", *, device: str = "cpu", **options):
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        return AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **options).to(device)
+        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **options)
+    return model if device == "cpu" else model.to(device)
 
 
 def generate(model, length: int = 64, **options) -> torch.Tensor:
     """Greedy tokens after a fixed prompt."""
     prompt = torch.arange(16, device=model.device).view(1, -1) * 7 % COMMON["vocab_size"]
     return model.generate(prompt, max_new_tokens=length, do_sample=False, **options)[0, 16:]
+
+
+def hidden_states(width: int) -> torch.Tensor:
+    """Random bfloat16 `[1, 32, width]`, always the same."""
+    return torch.randn(1, 32, width, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)

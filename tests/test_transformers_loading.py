@@ -93,7 +93,7 @@ def test_copies_that_are_not_needed_are_gone(paths, monkeypatch, layout, strateg
 
 
 def write_large(root: Path, bundle) -> int:
-    """Compressed experts of 5 layers, a shard of 113 MB each, alike but for their names, and all else; bytes a shard."""
+    """Compressed experts of 5 layers, a shard of 113 MB each, alike but for names, and all else; bytes of a shard."""
     hidden, inner, num_experts, layers = 1024, 512, 128, 5
     sizes = {"num_experts": num_experts, "hidden_size": hidden, "moe_intermediate_size": inner}
     options = {**COMMON, **ARCHITECTURES["qwen3_moe"], **sizes, "num_hidden_layers": layers}
