@@ -249,7 +249,6 @@ def test_calibrated_activations(bundle, tmp_path):
 @every_device
 def test_compiles_in_one_graph(checkpoints, device):
     """A decoding step with a static cache, once compiled, gives the tokens of the eager model."""
-    backend = "inductor" if device == "cuda" else "aot_eager"
     model = load(checkpoints("qwen3_moe")["csf"], "staged", device=device)
     expected = generate(model, 8, cache_implementation="static", disable_compile=True)
     torch.compiler.reset()
@@ -259,7 +258,7 @@ def test_compiles_in_one_graph(checkpoints, device):
     def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         return model(input_ids=token, position_ids=position, past_key_values=cache).logits[:, -1].argmax(-1, True)
 
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         tokens = [step(ids, torch.arange(16, device=device).view(1, -1))]
         for position in range(16, 23):
@@ -268,7 +267,7 @@ def test_compiles_in_one_graph(checkpoints, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strategy", ["staged", "fused", "dense"])
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_static_cache_and_cuda_graphs(checkpoints, strategy):
     """transformers compiles generation with a static cache itself, with mode "reduce-overhead": CUDA graphs."""
     model = load(checkpoints("qwen3_moe")["csf"], strategy, device="cuda")

@@ -10,8 +10,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
 
-from checkpoints import read_tensors, write_checkpoint
-from moe_models import ARCHITECTURES, generate, load, write_checkpoints, write_compressed_tensors
+from transformers import AutoModel
+
+from checkpoints import by_component, read_tensors, write_checkpoint
+from finegrained_kernels.checkpoint import compress, quantize
+from moe_models import ARCHITECTURES, generate, load, write_bf16, write_checkpoints, write_compressed_tensors
 
 
 def assert_same_checkpoint(saved: Path, original: Path) -> None:
@@ -25,8 +28,19 @@ def assert_same_checkpoint(saved: Path, original: Path) -> None:
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("layout", ["csf", "dense"])
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are so small that more threads only get in each other's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout"),
+    [*((name, "csf") for name in ARCHITECTURES), ("mixtral", "dense"), ("glm4_moe", "dense")],
+)
 def test_saved_as_it_was(bundle, tmp_path, architecture, layout):
     paths = write_checkpoints(tmp_path, architecture, input_scale=0.01)
     for strategy in ("staged", "dense"):
@@ -90,3 +104,32 @@ def test_planes_that_stayed_dense_stay_so(bundle, tmp_path):
         model.save_pretrained(tmp_path / f"saved-{strategy}")
         assert_same_checkpoint(tmp_path / f"saved-{strategy}", mixed)
         assert torch.equal(generate(model, 4), generate(load(paths["csf"], "dense"), 4))
+
+
+def test_layers_that_were_never_quantized_stay_so(bundle, tmp_path):
+    """One layer's experts NVFP4, the other's bfloat16: transformers loads and saves these itself."""
+    write_bf16(tmp_path / "bf16", "mixtral")
+    quantize(tmp_path / "bf16", tmp_path / "dense", exclude=["*layers.0.*"])
+    compress(tmp_path / "dense", tmp_path / "csf")
+    model = load(tmp_path / "csf", "staged")
+    kinds = [type(layer.mlp.experts).__name__ for layer in model.model.layers]
+    assert kinds == ["MixtralExperts", "NVFP4ExpertsModule"]
+    expected = generate(model, 4)
+    for implementation in ("eager", "finegrained_kernels_fused"):
+        model.set_experts_implementation(implementation)
+        assert torch.equal(generate(model, 4), expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_checkpoint(tmp_path / "saved", tmp_path / "csf")
+
+
+def test_shards_in_a_subfolder_and_models_without_a_head(bundle, tmp_path):
+    paths = write_checkpoints(tmp_path, "mixtral")
+    config = json.loads((paths["csf"] / "config.json").read_text())
+    moved = write_checkpoint(
+        tmp_path / "moved", read_tensors(paths["csf"]), config, shard_of=lambda name: f"weights/{by_component(name)}"
+    )
+    ids = torch.arange(8).view(1, -1)
+    expected = load(paths["csf"])
+    assert torch.equal(load(moved)(ids).logits, expected(ids).logits)
+    base = AutoModel.from_pretrained(paths["csf"])
+    assert torch.equal(base(ids).last_hidden_state, expected.model(ids).last_hidden_state)

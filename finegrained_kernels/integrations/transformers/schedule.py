@@ -25,7 +25,7 @@ class Schedule:
     """
 
     def __init__(self, strategy: str, prefetch: bool) -> None:
-        self.bundle: ModuleType = load()
+        self._use(load())
         self.strategy, self.prefetch = strategy, prefetch
         self.layers: list[NVFP4ExpertsModule] = []
         self._scratch: dict[torch.device, torch.Tensor] = {}
@@ -36,7 +36,19 @@ class Schedule:
         return {**self.__dict__, "bundle": None, "_scratch": {}, "_prefetchers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, bundle=load())
+        self.__dict__.update(state)
+        self._use(load())
+
+    def _use(self, bundle: ModuleType) -> None:
+        self.bundle = bundle
+        self._takes_strategy = "strategy" in inspect.signature(bundle.moe_forward).parameters
+
+    def _options(self, layer: NVFP4ExpertsModule, strategy: str) -> dict[str, Any]:
+        """What `moe_forward` is told; with "auto" it chooses, and dense scales leave no choice."""
+        options: dict[str, Any] = {"activation_format": layer.activation_format}
+        if self._takes_strategy and strategy in ("staged", "fused"):
+            options["strategy"] = strategy
+        return options
 
     def scratch(self, device: torch.device) -> torch.Tensor | None:
         """The workspace on ``device``, for the layer that needs most; None if no layer needs any."""
@@ -68,15 +80,15 @@ class Schedule:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        options = {"activation_format": layer.activation_format, **_strategy_options(self.bundle, strategy)}
-        experts, routing = layer.experts, (top_k_index, top_k_weights)
+        options, routing = self._options(layer, strategy), (top_k_index, top_k_weights)
         # Streams and their order are no part of a compiled graph: there, each layer decodes for itself.
         if not self.prefetch or strategy != "staged" or torch.compiler.is_compiling():
-            return self.bundle.moe_forward(experts, hidden_states, *routing, **options)
-        layers = [other for other in self.layers if other.device == layer.device]
-        if layer.device not in self._prefetchers:
-            self._prefetchers[layer.device] = _Prefetcher(self.bundle, layers)
-        return self._prefetchers[layer.device].run(layers.index(layer), hidden_states, routing, options)
+            return self.bundle.moe_forward(layer.experts, hidden_states, *routing, **options)
+        device = hidden_states.device
+        if device not in self._prefetchers:
+            layers = [other for other in self.layers if other.device == device]
+            self._prefetchers[device] = _Prefetcher(self.bundle, layers)
+        return self._prefetchers[device].run(layer, hidden_states, routing, options)
 
 
 class _Prefetcher:
@@ -84,29 +96,27 @@ class _Prefetcher:
 
     def __init__(self, bundle: ModuleType, layers: list[NVFP4ExpertsModule]) -> None:
         self._prefetcher = bundle.ScalePrefetcher([layer.experts for layer in layers])
-        self._num_layers = len(layers)
+        self._positions = {id(layer): i for i, layer in enumerate(layers)}
         self._expected: tuple[int, Any] | None = None
 
     def run(
-        self, i_layer: int, hidden_states: torch.Tensor, routing: tuple[torch.Tensor, ...], options: dict[str, Any]
+        self,
+        layer: NVFP4ExpertsModule,
+        hidden_states: torch.Tensor,
+        routing: tuple[torch.Tensor, ...],
+        options: dict[str, Any],
     ) -> torch.Tensor:
+        i_layer = self._positions[id(layer)]
         stream = torch.cuda.current_stream(hidden_states.device) if hidden_states.is_cuda else None
         if self._expected is not None and self._expected != (i_layer, stream):
             self.discard()
         out = self._prefetcher.forward(i_layer, hidden_states, *routing, **options)
         self._expected = None
         # The first layer is not prefetched for the next pass, which may never come, or be on other tokens.
-        if i_layer + 1 < self._num_layers and self._prefetcher.prefetch(i_layer + 1, hidden_states.shape[0]):
+        if i_layer + 1 < len(self._positions) and self._prefetcher.prefetch(i_layer + 1, hidden_states.shape[0]):
             self._expected = (i_layer + 1, stream)
         return out
 
     def discard(self) -> None:
         self._prefetcher.discard()
         self._expected = None
-
-
-def _strategy_options(bundle: ModuleType, strategy: str) -> dict[str, str]:
-    """How `moe_forward` is told which way to read compressed scales; "auto" leaves it to the kernels."""
-    if strategy not in ("staged", "fused") or "strategy" not in inspect.signature(bundle.moe_forward).parameters:
-        return {}
-    return {"strategy": strategy}
