@@ -112,9 +112,7 @@ def make_dense(model: torch.nn.Module) -> None:
             for field in ("bases", "codes", "exceptions", "exception_offsets"):
                 del layer._buffers[f"{name}_{field}"]
             layer.set_scales(name, dense)
-    schedule.strategy, schedule.prefetch = "dense", False
-    schedule._scratch.clear()
-    schedule.prepare()
+    schedule.switch("dense", prefetch=False)
 
 
 class Clock:

@@ -195,10 +195,15 @@ def test_the_kernels_are_those_of_get_kernel(checkpoints, bundle):
 
 
 def test_layers_share_one_workspace(checkpoints):
-    layers = nvfp4_experts(load(checkpoints("glm4_moe")["csf"], "staged"))
+    model = load(checkpoints("glm4_moe")["csf"], "staged")
+    layers = nvfp4_experts(model)
     assert len(layers) == 2  # the first is dense, in both senses
     (scratch,) = {layer.experts.scratch.data_ptr() for layer in layers}
     assert layers[0].experts.scratch.numel() == layers[0].scratch_bytes == 8 * (128 * 8 + 128 * 4)
+    set_scale_strategy(model, "fused")
+    assert all(layer.experts.scratch is None for layer in layers)
+    set_scale_strategy(model, "auto")
+    assert all(layer.experts.scratch is not None for layer in layers)
 
 
 def test_prefetching_follows_the_order(checkpoints, bundle, monkeypatch):
@@ -247,9 +252,10 @@ def test_calibrated_activations(bundle, tmp_path):
 
 
 @every_device
-def test_compiles_in_one_graph(checkpoints, device):
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+def test_compiles_in_one_graph(checkpoints, device, strategy):
     """A decoding step with a static cache, once compiled, gives the tokens of the eager model."""
-    model = load(checkpoints("qwen3_moe")["csf"], "staged", device=device)
+    model = load(checkpoints("qwen3_moe")["csf"], strategy, device=device)
     expected = generate(model, 8, cache_implementation="static", disable_compile=True)
     torch.compiler.reset()
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)

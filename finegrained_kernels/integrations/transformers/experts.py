@@ -176,8 +176,7 @@ def set_scale_strategy(model: torch.nn.Module, strategy: str, *, prefetch: bool 
     if not any(layer.scratch_bytes for layer in layers):
         raise ValueError("the model has no compressed scales: load it with scale_strategy='staged' or 'fused'")
     for schedule in {id(layer.schedule): layer.schedule for layer in layers}.values():
-        schedule.changed()
-        schedule.strategy, schedule.prefetch = strategy, prefetch
+        schedule.switch(strategy, prefetch)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ class Schedule:
     """
 
     def __init__(self, strategy: str, prefetch: bool) -> None:
-        self._use(load())
+        self.bundle: ModuleType = load()
         self.strategy, self.prefetch = strategy, prefetch
         self.layers: list[NVFP4ExpertsModule] = []
         self._scratch: dict[torch.device, torch.Tensor] = {}
@@ -36,23 +35,11 @@ class Schedule:
         return {**self.__dict__, "bundle": None, "_scratch": {}, "_prefetchers": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._use(load())
-
-    def _use(self, bundle: ModuleType) -> None:
-        self.bundle = bundle
-        self._takes_strategy = "strategy" in inspect.signature(bundle.moe_forward).parameters
-
-    def _options(self, layer: NVFP4ExpertsModule, strategy: str) -> dict[str, Any]:
-        """What `moe_forward` is told; with "auto" it chooses, and dense scales leave no choice."""
-        options: dict[str, Any] = {"activation_format": layer.activation_format}
-        if self._takes_strategy and strategy in ("staged", "fused"):
-            options["strategy"] = strategy
-        return options
+        self.__dict__.update(state, bundle=load())
 
     def scratch(self, device: torch.device) -> torch.Tensor | None:
-        """The workspace on ``device``, for the layer that needs most; None if no layer needs any."""
-        size = max((layer.scratch_bytes for layer in self.layers), default=0)
+        """The workspace on ``device``, for the layer that needs most; None if none is needed."""
+        size = 0 if self.strategy == "fused" else max((layer.scratch_bytes for layer in self.layers), default=0)
         used = {layer.device for layer in self.layers} | {device}
         self._scratch = {place: scratch for place, scratch in self._scratch.items() if place in used}
         if size and (device not in self._scratch or self._scratch[device].numel() < size):
@@ -65,6 +52,13 @@ class Schedule:
         """Make all layers ready to run: together, as it takes all of them to know how large the workspace must be."""
         for layer in self.layers:
             layer.prepare()
+
+    def switch(self, strategy: str, prefetch: bool) -> None:
+        """Run all layers another way from now on."""
+        self.changed()
+        self.strategy, self.prefetch = strategy, prefetch
+        self._scratch.clear()
+        self.prepare()
 
     def changed(self) -> None:
         """Layers were loaded, moved or switched: whatever was prefetched is not used."""
@@ -80,7 +74,10 @@ class Schedule:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        options, routing = self._options(layer, strategy), (top_k_index, top_k_weights)
+        # "auto" leaves the choice to the kernels, and dense scales leave none.
+        named = strategy if strategy in ("staged", "fused") else None
+        options = {"strategy": named, "activation_format": layer.activation_format}
+        routing = top_k_index, top_k_weights
         # Streams and their order are no part of a compiled graph: there, each layer decodes for itself.
         if not self.prefetch or strategy != "staged" or torch.compiler.is_compiling():
             return self.bundle.moe_forward(layer.experts, hidden_states, *routing, **options)
@@ -92,12 +89,12 @@ class Schedule:
 
 
 class _Prefetcher:
-    """`ScalePrefetcher` for layers that are expected, but not bound, to run in their order on one stream."""
+    """`ScalePrefetcher` for layers that are expected, but not bound, to run in their order."""
 
     def __init__(self, bundle: ModuleType, layers: list[NVFP4ExpertsModule]) -> None:
         self._prefetcher = bundle.ScalePrefetcher([layer.experts for layer in layers])
         self._positions = {id(layer): i for i, layer in enumerate(layers)}
-        self._expected: tuple[int, Any] | None = None
+        self._expected: int | None = None
 
     def run(
         self,
@@ -107,14 +104,13 @@ class _Prefetcher:
         options: dict[str, Any],
     ) -> torch.Tensor:
         i_layer = self._positions[id(layer)]
-        stream = torch.cuda.current_stream(hidden_states.device) if hidden_states.is_cuda else None
-        if self._expected is not None and self._expected != (i_layer, stream):
+        if self._expected not in (None, i_layer):
             self.discard()
         out = self._prefetcher.forward(i_layer, hidden_states, *routing, **options)
         self._expected = None
         # The first layer is not prefetched for the next pass, which may never come, or be on other tokens.
-        if i_layer + 1 < len(self._positions) and self._prefetcher.prefetch(i_layer + 1, hidden_states.shape[0]):
-            self._expected = (i_layer + 1, stream)
+        if i_layer + 1 < len(self._positions) and self._prefetcher.prefetch(i_layer + 1, len(hidden_states), "staged"):
+            self._expected = i_layer + 1
         return out
 
     def discard(self) -> None:
