@@ -72,32 +72,11 @@ def load_layer_scales(
         CheckpointError: nothing of that name, a size that cannot be cut (naming those that can), malformed or unmarked
             compressed scales. Names shard and tensor.
     """
-    import torch
-
-    from finegrained_kernels import load
-
     checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
-    if tp_size < 1 or not 0 <= tp_rank < tp_size:
-        raise CheckpointError(f"tp_rank must be from 0 to tp_size - 1, got {tp_rank} of {tp_size}")
-    first, *others = [planes[0] for _, planes in wanted]
-    for other in others:
-        if (other.rows, other.cols) != (first.rows, first.cols):
-            shapes = f"{other.rows} x {other.cols}, but {first.name}: {first.rows} x {first.cols}"
-            raise CheckpointError(f"{other.name}: {shapes}; gate and up are stacked only if they are alike")
-    cuts = [_cut(name, planes, tp_rank, tp_size) for name, planes in wanted]
-    rows, cols = sum(len(cut.rows) for cut in cuts), len(cuts[0].cols)
-    if rows * cols > 1 << POSITION_BITS:
-        message = f"{rows} x {cols} stacked is more than 2^{POSITION_BITS} bytes: load the halves apart"
-        raise CheckpointError(f"layer {layer}: {projection}: {message}")
-    bundle = load()
     with TensorReader(checkpoint) as reader:
-        wires = [
-            _read_wire(bundle, checkpoint, reader, planes, cut, device)
-            for (_, planes), cut in zip(wanted, cuts, strict=True)
-        ]
-    wire = wires[0].stack(wires[1]) if len(wires) == 2 else wires[0]
-    words = wire.words.to(torch.int32).to(device).split(wire.counts.tolist())
-    return bundle.prepare_nvfp4_csf_scales(wire.fixed.to(device), words, num_rows=rows, num_cols=cols)
+        return read_compressed_stack(
+            reader, wanted, by_columns=projection == DOWN, tp_rank=tp_rank, tp_size=tp_size, device=device
+        )
 
 
 def load_layer_globals(
@@ -114,17 +93,84 @@ def load_layer_globals(
     The columns of `[E, 2]` are in ``order``. compressed-tensors stores divisors: their reciprocals are returned,
     rounded once to float32. Other arguments and errors are those of `load_layer_scales`.
     """
+    checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
+    with TensorReader(checkpoint) as reader:
+        return read_globals(reader, wanted).to(device)
+
+
+def read_compressed_stack(
+    reader: TensorReader,
+    halves: Sequence[Sequence[Plane]],
+    *,
+    by_columns: bool,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    device: torch.device | str = "cpu",
+):
+    """`NVFP4CSFScales` of a stack of planes, or of two stacked by rows, one plane an expert; compresses dense ones.
+
+    ``by_columns`` says how tensor parallelism cuts each plane. Errors as for `load_layer_scales`.
+    """
     import torch
 
-    checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
+    from finegrained_kernels import load
+
+    cuts = _cut_stack(halves, by_columns, tp_rank, tp_size)
+    rows, cols = sum(len(cut.rows) for cut in cuts), len(cuts[0].cols)
+    if rows * cols > 1 << POSITION_BITS:
+        message = f"{rows} x {cols} stacked is more than 2^{POSITION_BITS} bytes: load the halves apart"
+        raise CheckpointError(f"{halves[0][0].name}: {message}")
+    bundle = load()
+    wires = [_read_wire(bundle, reader, planes, cut, device) for planes, cut in zip(halves, cuts, strict=True)]
+    wire = wires[0].stack(wires[1]) if len(wires) == 2 else wires[0]
+    words = wire.words.to(torch.int32).to(device).split(wire.counts.tolist())
+    return bundle.prepare_nvfp4_csf_scales(wire.fixed.to(device), words, num_rows=rows, num_cols=cols)
+
+
+def read_dense_stack(
+    reader: TensorReader,
+    halves: Sequence[Sequence[Plane]],
+    *,
+    by_columns: bool,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """The same of planes that are all dense, as they are: uint8 `[E, N, C]`."""
+    import torch
+
+    cuts = _cut_stack(halves, by_columns, tp_rank, tp_size)
+    shape = len(halves[0]), sum(len(cut.rows) for cut in cuts), len(cuts[0].cols)
+    stack = torch.empty(shape, dtype=torch.uint8, device=device)
+    first = 0
+    for planes, cut in zip(halves, cuts, strict=True):
+        stack[:, first : first + len(cut.rows)] = _read_dense(reader, planes, cut).to(device)
+        first += len(cut.rows)
+    return stack
+
+
+def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> torch.Tensor:
+    """Second-level scales as multipliers: float32 `[E]`, or `[E, 2]` for two stacked halves."""
+    import torch
+
     columns = []
-    with TensorReader(checkpoint) as reader:
-        for _, planes in wanted:
-            data = b"".join(reader.read(plane.global_scale) for plane in planes)
-            stored = torch.frombuffer(bytearray(data), dtype=torch.float32)
-            divisors = torch.tensor([plane.global_scale_divides for plane in planes])
-            columns.append(torch.where(divisors, 1 / stored, stored))
-    return (columns[0] if len(columns) == 1 else torch.stack(columns, dim=1)).to(device)
+    for planes in halves:
+        data = b"".join(reader.read(plane.global_scale) for plane in planes)
+        stored = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        divisors = torch.tensor([plane.global_scale_divides for plane in planes])
+        columns.append(torch.where(divisors, 1 / stored, stored))
+    return columns[0] if len(columns) == 1 else torch.stack(columns, dim=1)
+
+
+def _cut_stack(halves: Sequence[Sequence[Plane]], by_columns: bool, tp_rank: int, tp_size: int) -> list[_Cut]:
+    if tp_size < 1 or not 0 <= tp_rank < tp_size:
+        raise CheckpointError(f"tp_rank must be from 0 to tp_size - 1, got {tp_rank} of {tp_size}")
+    first, *others = [planes[0] for planes in halves]
+    for other in others:
+        if (other.rows, other.cols) != (first.rows, first.cols):
+            shapes = f"{other.rows} x {other.cols}, but {first.name}: {first.rows} x {first.cols}"
+            raise CheckpointError(f"{other.name}: {shapes}; gate and up are stacked only if they are alike")
+    return [_cut(planes, by_columns, tp_rank, tp_size) for planes in halves]
 
 
 def _find(
@@ -133,7 +179,7 @@ def _find(
     projection: str,
     experts: Iterable[int] | None,
     order: str | None,
-) -> tuple[Checkpoint, list[tuple[str, list[Plane]]]]:
+) -> tuple[Checkpoint, list[list[Plane]]]:
     """The planes of every projection wanted, in the order wanted."""
     if projection == GATE_UP:
         if order not in ORDERS:
@@ -159,8 +205,8 @@ def _find(
         missing = [expert for expert in experts if (expert, name) not in found]
         if missing:
             raise CheckpointError(f"{module}: no NVFP4 scales for {name} of experts {missing}")
-        wanted.append((name, [found[expert, name] for expert in experts]))
-    if any(plane.compressed for _, planes in wanted for plane in planes):
+        wanted.append([found[expert, name] for expert in experts])
+    if any(plane.compressed for planes in wanted for plane in planes):
         marked, faults = marked_layers(checkpoint.config)
         raise_faults(faults)
         if module not in marked:
@@ -176,24 +222,22 @@ def _layer_planes(checkpoint: Checkpoint, layer: int | str) -> tuple[str, dict[t
     return matching[0], checkpoint.experts[matching[0]]
 
 
-def _cut(projection: str, planes: Sequence[Plane], tp_rank: int, tp_size: int) -> _Cut:
+def _cut(planes: Sequence[Plane], by_columns: bool, tp_rank: int, tp_size: int) -> _Cut:
     rows, cols = planes[0].rows, planes[0].cols
     for plane in planes:
         if (plane.rows, plane.cols) != (rows, cols):
             raise CheckpointError(f"{plane.name}: {plane.rows} x {plane.cols}, but {planes[0].name}: {rows} x {cols}")
-    extent, unit, what = (cols, 2, "columns") if projection == DOWN else (rows, SLAB_ROWS, "rows")
+    extent, unit, what = (cols, 2, "columns") if by_columns else (rows, SLAB_ROWS, "rows")
     units = extent // unit
     if extent % unit or units % tp_size:
         sizes = [size for size in range(1, units + 1) if units % size == 0 and extent % unit == 0]
         message = f"{extent} {what} cannot be cut into {tp_size} parts of a multiple of {unit}"
         raise CheckpointError(f"{planes[0].name}: {message}; tp_size can be {', '.join(map(str, sizes)) or 'none'}")
     part = range(tp_rank * extent // tp_size, (tp_rank + 1) * extent // tp_size)
-    return _Cut(range(rows), part) if projection == DOWN else _Cut(part, range(cols))
+    return _Cut(range(rows), part) if by_columns else _Cut(part, range(cols))
 
 
-def _read_wire(
-    bundle, checkpoint: Checkpoint, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str
-) -> Wire:
+def _read_wire(bundle, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str) -> Wire:
     """The slices of all planes, in order, whether compressed or not."""
     import torch
 
@@ -201,7 +245,7 @@ def _read_wire(
     dense = [i for i, plane in enumerate(planes) if not plane.compressed]
     parts = []
     if compressed:
-        parts.append(_read_compressed(checkpoint, reader, [planes[i] for i in compressed], cut))
+        parts.append(_read_compressed(reader, [planes[i] for i in compressed], cut))
     if dense:
         parts.append(_compress(bundle, reader, [planes[i] for i in dense], cut, device))
     if len(parts) == 1:
@@ -215,10 +259,11 @@ def _read_wire(
     )
 
 
-def _read_compressed(checkpoint: Checkpoint, reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> Wire:
+def _read_compressed(reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> Wire:
     """Read the slabs of the rows that are wanted, and all exceptions, since they have no index."""
     import torch
 
+    checkpoint = reader.checkpoint
     rows, cols = planes[0].rows, planes[0].cols
     begin, end = (row // SLAB_ROWS * slab_bytes(cols) for row in (cut.rows.start, cut.rows.stop))
     fixed = memoryview(bytearray(len(planes) * (end - begin)))
@@ -254,13 +299,7 @@ def _read_compressed(checkpoint: Checkpoint, reader: TensorReader, planes: Seque
 def _compress(bundle, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str) -> Wire:
     import torch
 
-    cols = planes[0].cols
-    size = len(cut.rows) * cols
-    data = memoryview(bytearray(len(planes) * size))
-    for i, plane in enumerate(planes):
-        reader.read_into(plane.name, data[i * size : (i + 1) * size], cut.rows.start * cols)
-    dense = torch.frombuffer(data, dtype=torch.uint8).view(len(planes), len(cut.rows), cols)
-    dense = dense[:, :, cut.cols.start : cut.cols.stop].to(device)
+    dense = _read_dense(reader, planes, cut).to(device)
     try:
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(dense)
     except ValueError as error:
@@ -268,3 +307,16 @@ def _compress(bundle, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, 
     counts = torch.tensor([words.numel() for words in exceptions])
     words = torch.cat([words.view(torch.int32) for words in exceptions]).cpu().to(torch.int64) & 0xFFFFFFFF
     return Wire(fixed.cpu(), words, counts, len(cut.rows), len(cut.cols))
+
+
+def _read_dense(reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> torch.Tensor:
+    """uint8 `[E, rows, columns]` of the slice, a view."""
+    import torch
+
+    cols = planes[0].cols
+    size = len(cut.rows) * cols
+    data = memoryview(bytearray(len(planes) * size))
+    for i, plane in enumerate(planes):
+        reader.read_into(plane.name, data[i * size : (i + 1) * size], cut.rows.start * cols)
+    dense = torch.frombuffer(data, dtype=torch.uint8).view(len(planes), len(cut.rows), cols)
+    return dense[:, :, cut.cols.start : cut.cols.stop]

@@ -1,0 +1,13 @@
+"""NVFP4 mixture-of-experts checkpoints in transformers: import this, then call `from_pretrained` as always.
+
+Importing tells transformers how to load checkpoints whose experts are NVFP4: ModelOpt's and compressed-tensors', with
+dense or with compressed scales. See docs/transformers.md.
+"""
+
+from finegrained_kernels.integrations.transformers.config import NVFP4CSFConfig
+from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule, nvfp4_experts, set_scale_strategy
+from finegrained_kernels.integrations.transformers.registration import register
+
+register()
+
+__all__ = ["NVFP4CSFConfig", "NVFP4ExpertsModule", "nvfp4_experts", "set_scale_strategy"]

@@ -1,0 +1,69 @@
+"""What `from_pretrained` is told: the checkpoint's `quantization_config`, as it is, and how to run it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+MODELOPT, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
+METHOD = "finegrained-kernels"
+STRATEGIES = ("auto", "staged", "fused", "dense")
+ACTIVATIONS = ("auto", "bf16", "nvfp4", "nvfp4_dynamic")
+_LOADING = ("scale_strategy", "activation_format", "prefetch")
+_PACKED = "nvfp4-pack-quantized"
+
+
+class NVFP4CSFConfig(QuantizationConfigMixin):
+    """How to load and run NVFP4 experts: `from_pretrained(path, quantization_config=NVFP4CSFConfig(...))`.
+
+    Attributes:
+        scale_strategy: what becomes of the scales.
+            "auto": compressed ones stay compressed, and the kernels choose how to read them; dense ones stay dense.
+            "staged": compressed; decoded into one workspace, which all layers share, before each GEMM.
+            "fused": compressed; the GEMM decodes what it reads.
+            "dense": decoded once, while loading.
+            Scales that are dense in the checkpoint are compressed while loading for "staged" and "fused".
+        activation_format: "bf16" uses activations as they are; "nvfp4" quantizes them with the checkpoint's input
+            scales, "nvfp4_dynamic" with what each row needs. "auto" is "nvfp4" if the checkpoint has input scales for
+            all experts, "bf16" if it has none.
+        prefetch: decode the next layer's scales on a side stream while this layer's attention runs. Needs "staged".
+    """
+
+    def __init__(self, scale_strategy: str = "auto", activation_format: str = "auto", prefetch: bool = False) -> None:
+        for name, value, allowed in (
+            ("scale_strategy", scale_strategy, STRATEGIES),
+            ("activation_format", activation_format, ACTIVATIONS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if prefetch and scale_strategy != "staged":
+            raise ValueError(f"prefetch needs scale_strategy 'staged', got {scale_strategy!r}")
+        self.quant_method = METHOD
+        self.scale_strategy = scale_strategy
+        self.activation_format = activation_format
+        self.prefetch = prefetch
+        self.checkpoint: dict[str, Any] | None = None
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs):
+        """The config of a checkpoint whose config.json has ``config_dict`` as `quantization_config`."""
+        config = cls(**{name: kwargs.pop(name) for name in _LOADING if name in kwargs})
+        config.checkpoint = copy.deepcopy(dict(config_dict))
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The checkpoint's own `quantization_config`, which is what `save_pretrained` writes."""
+        own = {"quant_method": METHOD, **self.get_loading_attributes()}
+        return copy.deepcopy(own if self.checkpoint is None else self.checkpoint)
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What the caller of `from_pretrained` decides, and not the checkpoint."""
+        return {name: getattr(self, name) for name in _LOADING}
+
+
+def is_nvfp4(config_dict: Mapping[str, Any]) -> bool:
+    """Whether a compressed-tensors `quantization_config` is for NVFP4, compressed by us or not."""
+    return config_dict.get("format") == _PACKED or bool(config_dict.get("quantized_layers"))

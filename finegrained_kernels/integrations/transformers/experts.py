@@ -1,0 +1,184 @@
+"""The module that takes the place of a model's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward, use_experts_implementation
+
+from finegrained_kernels.integrations.transformers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from finegrained_kernels.integrations.transformers.plan import ExpertsPlan
+
+IMPLEMENTATIONS = {
+    "finegrained_kernels": None,
+    "finegrained_kernels_staged": "staged",
+    "finegrained_kernels_fused": "fused",
+}
+"""Names for `experts_implementation`, and the strategy each stands for; None is the one that was loaded with."""
+
+GLOBALS = ("gate_up_global", "down_global", "gate_up_input_global", "down_input_global")
+
+
+class _Interface(ExpertsInterface):
+    """Every implementation that a model may be set to, by name or by transformers' own choice, runs our kernels."""
+
+    def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
+        strategy = IMPLEMENTATIONS.get(experts_implementation)
+        return default if strategy is None else _FORWARDS[strategy]
+
+
+def _run_staged(module: NVFP4ExpertsModule, *call: torch.Tensor) -> torch.Tensor:
+    return module.run("staged", *call)
+
+
+def _run_fused(module: NVFP4ExpertsModule, *call: torch.Tensor) -> torch.Tensor:
+    return module.run("fused", *call)
+
+
+_FORWARDS = {"staged": _run_staged, "fused": _run_fused}
+
+
+def run_other_experts(module: torch.nn.Module, *call: torch.Tensor) -> torch.Tensor:
+    """What our names mean to experts that are not NVFP4, in a model where others are."""
+    return grouped_mm_experts_forward(module, *call)
+
+
+class NVFP4ExpertsModule(torch.nn.Module):
+    """Experts whose weights are packed NVFP4 and whose scales are compressed, or not.
+
+    Attributes:
+        gate_up_proj: packed uint8 `[E, 2 * I, H / 2]`, rows `[gate; up]`; under tensor or expert parallelism a DTensor.
+        down_proj: packed uint8 `[E, H, I / 2]`.
+        num_experts: `E`, of this rank.
+        activation_format: as `moe_forward` takes it.
+        experts: the bundle's `NVFP4Experts` over this module's tensors; None until loaded or, in a copy, called.
+        stored: globals and input scales as in the checkpoint, by projection, on the CPU, for saving.
+
+    Scales and globals are buffers, without an entry in the state dict; no cast to another dtype touches them.
+    """
+
+    def __init__(self, config: Any, plan: ExpertsPlan, schedule: Schedule, act_fn: torch.nn.Module) -> None:
+        super().__init__()
+        self.num_experts = plan.num_experts
+        self.hidden_dim, self.intermediate_dim = plan.hidden_size, plan.intermediate_size
+        self.act_fn = act_fn
+        self.schedule = schedule
+        self.activation_format: str | None = None
+        self.experts: Any = None
+        self.stored: dict[str, torch.Tensor] = {}
+        for name, shape in (
+            ("gate_up_proj", (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim // 2)),
+            ("down_proj", (self.num_experts, self.hidden_dim, self.intermediate_dim // 2)),
+        ):
+            packed = torch.empty(shape, dtype=torch.uint8)
+            self.register_parameter(name, torch.nn.Parameter(packed, requires_grad=False))
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_up_proj.device
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of workspace to decode these scales into."""
+        return sum(scales.plane_bytes * scales.num_planes for scales in self._compressed().values())
+
+    @property
+    def scale_bytes(self) -> int:
+        """Resident for scales, the shared workspace not counted."""
+        return sum(buffer.nbytes for name, buffer in self.named_buffers() if name not in GLOBALS)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return self.run(self.schedule.strategy, hidden_states, top_k_index, top_k_weights)
+
+    def run(self, strategy: str, *call: torch.Tensor) -> torch.Tensor:
+        if self.experts is None:
+            self.schedule.prepare()
+        return self.schedule.run(self, strategy, *call)
+
+    def set_scales(self, name: str, scales: Any) -> None:
+        """Keep ``scales`` ("gate_up" or "down"), `NVFP4CSFScales` or dense bytes, as buffers."""
+        tensors = {"scales": scales} if isinstance(scales, torch.Tensor) else scales.state_dict()
+        for field, tensor in tensors.items():
+            self.register_buffer(f"{name}_{field}", tensor, persistent=False)
+
+    def scales(self, name: str) -> Any:
+        """The scales called ``name``, as `set_scales` got them."""
+        dense = self._buffers.get(f"{name}_scales")
+        return dense.view(torch.float8_e4m3fn) if dense is not None else self._compressed()[name]
+
+    def _compressed(self) -> dict[str, Any]:
+        kind = self.schedule.bundle.NVFP4CSFScales
+        fields = kind.__dataclass_fields__
+        return {
+            name: kind(**{field: self._buffers[f"{name}_{field}"] for field in fields})
+            for name in ("gate_up", "down")
+            if f"{name}_codes" in self._buffers
+        }
+
+    def prepare(self) -> None:
+        """Make `experts` of the tensors as they are now."""
+        self.schedule.changed()
+        self.experts = self.schedule.bundle.NVFP4Experts(
+            gate_up=_local(self.gate_up_proj),
+            down=_local(self.down_proj),
+            gate_up_scales=self.scales("gate_up"),
+            down_scales=self.scales("down"),
+            **{name: self._buffers[name] for name in GLOBALS if name in self._buffers},
+            scratch=self.schedule.scratch(self.device) if self.scratch_bytes else None,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without `experts`, whose tensors a copy would have twice: it is made again by the first call."""
+        return {**self.__dict__, "experts": None}
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> NVFP4ExpertsModule:
+        """Move, never cast: packed weights, scale bytes and float32 globals have no other dtype."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(move, recurse)
+        if self.experts is not None:
+            self.prepare()
+        return self
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.num_experts} experts, {self.hidden_dim} x {self.intermediate_dim}"
+        return f"{sizes}, scales={'compressed' if self._compressed() else 'dense'}"
+
+
+NVFP4ExpertsModule = use_experts_implementation(NVFP4ExpertsModule, experts_interface=_Interface())
+
+
+def nvfp4_experts(model: torch.nn.Module) -> list[NVFP4ExpertsModule]:
+    """The model's NVFP4 expert modules, in its order."""
+    return [module for module in model.modules() if isinstance(module, NVFP4ExpertsModule)]
+
+
+def set_scale_strategy(model: torch.nn.Module, strategy: str, *, prefetch: bool = False) -> None:
+    """Run compressed scales another way from now on: "auto", "staged" or "fused"; nothing is loaded again.
+
+    Raises:
+        ValueError: another strategy, `prefetch` without "staged", or no compressed scales to choose a way for.
+    """
+    layers = nvfp4_experts(model)
+    if strategy not in ("auto", "staged", "fused"):
+        raise ValueError(f"strategy must be auto, staged or fused, got {strategy!r}; load again for dense scales")
+    if prefetch and strategy != "staged":
+        raise ValueError(f"prefetch needs strategy 'staged', got {strategy!r}")
+    if not any(layer.scratch_bytes for layer in layers):
+        raise ValueError("the model has no compressed scales: load it with scale_strategy='staged' or 'fused'")
+    for schedule in {id(layer.schedule): layer.schedule for layer in layers}.values():
+        schedule.switch(strategy, prefetch)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part, where transformers made the parameter a DTensor."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()

@@ -1,0 +1,128 @@
+"""From a checkpoint's shards into modules that transformers has allocated: a layer at a time, this rank's part only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from finegrained_kernels.checkpoint import CheckpointError, Fault
+from finegrained_kernels.checkpoint.contents import TensorReader
+from finegrained_kernels.checkpoint.names import Plane
+from finegrained_kernels.checkpoint.slices import read_compressed_stack, read_dense_stack, read_globals
+from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule
+from finegrained_kernels.integrations.transformers.plan import ExpertsPlan, input_scale_name
+
+STAGING_BYTES = 32 << 20
+"""Of packed weights read at once."""
+
+
+class Part(NamedTuple):
+    """What this rank holds of a layer: some experts whole, or a slice of each."""
+
+    experts: range
+    tp_rank: int = 0
+    tp_size: int = 1
+
+
+def part_of(module: NVFP4ExpertsModule, plan: ExpertsPlan) -> Part:
+    """Which part transformers' parallel plan gave to this rank, read off the parameter that it cut."""
+    placements = getattr(module.gate_up_proj, "placements", ())
+    split = [(i, placement) for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if not split:
+        return Part(range(plan.num_experts))
+    if len(split) > 1:
+        raise CheckpointError(f"{plan.module}: cut along several mesh dimensions, which is not supported: {placements}")
+    (i_mesh, placement) = split[0]
+    mesh = module.gate_up_proj.device_mesh
+    rank, size = mesh.get_local_rank(i_mesh), mesh.size(i_mesh)
+    if placement.dim == 0:
+        count = plan.num_experts // size
+        return Part(range(rank * count, (rank + 1) * count))
+    return Part(range(plan.num_experts), rank, size)
+
+
+def load_experts(
+    reader: TensorReader, plan: ExpertsPlan, module: NVFP4ExpertsModule, *, strategy: str, input_scales: bool
+) -> None:
+    """Fill the module's weights in place, and give it scales and globals.
+
+    Raises:
+        CheckpointError: sizes that cannot be cut, malformed planes, unlike input scales. Names shard and tensor.
+    """
+    part, device = part_of(module, plan), module.device
+    halves = [[half[expert] for expert in part.experts] for half in plan.halves]
+    down = [plan.down[expert] for expert in part.experts]
+    for parameter, stack, by_columns in ((module.gate_up_proj, halves, False), (module.down_proj, [down], True)):
+        weights = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        _read_weights(reader, stack, weights.detach(), part, by_columns)
+    for name, stack, by_columns in (("gate_up", halves, False), ("down", [down], True)):
+        cut = {"by_columns": by_columns, "tp_rank": part.tp_rank, "tp_size": part.tp_size, "device": device}
+        module.set_scales(name, _read_scales(module, reader, stack, strategy, cut))
+    for name, stack in (("gate_up", halves), ("down", [down])):
+        module.register_buffer(f"{name}_global", read_globals(reader, stack).to(device), persistent=False)
+        module.stored[name] = _read_stored(reader, stack, lambda plane: plane.global_scale)
+        if all(input_scale_name(plane) in reader.checkpoint.located for planes in stack for plane in planes):
+            module.stored[f"{name}_input"] = _read_stored(reader, stack, input_scale_name)
+        if input_scales:
+            multipliers = _input_scales(reader, stack, module.stored[f"{name}_input"])
+            module.register_buffer(f"{name}_input_global", multipliers.to(device), persistent=False)
+
+
+def _read_scales(module: NVFP4ExpertsModule, reader: TensorReader, stack: list[list[Plane]], strategy: str, cut: dict):
+    keep_dense = strategy in ("auto", "dense") and not any(plane.compressed for planes in stack for plane in planes)
+    if keep_dense:
+        return read_dense_stack(reader, stack, **cut)
+    compressed = read_compressed_stack(reader, stack, **cut)
+    if strategy != "dense":
+        return compressed
+    return module.schedule.bundle.decompress_nvfp4_csf_scales(compressed).view(torch.uint8)
+
+
+def _read_weights(
+    reader: TensorReader, stack: list[list[Plane]], weights: torch.Tensor, part: Part, by_columns: bool
+) -> None:
+    """Fill `weights [E, N, K / 2]`, stacked by rows, a few experts at a time."""
+    num_experts, num_rows, num_bytes = weights.shape
+    rows = num_rows // len(stack)
+    first = part.tp_rank * rows if not by_columns else 0
+    columns = slice(part.tp_rank * num_bytes, (part.tp_rank + 1) * num_bytes) if by_columns else slice(None)
+    width = num_bytes * part.tp_size if by_columns else num_bytes
+    batch = max(1, STAGING_BYTES // (rows * width))
+    staging = bytearray(min(batch, num_experts) * rows * width)
+    view = memoryview(staging)
+    for i_half, planes in enumerate(stack):
+        for begin in range(0, num_experts, batch):
+            some = planes[begin : begin + batch]
+            for i, plane in enumerate(some):
+                reader.read_into(plane.weight, view[i * rows * width : (i + 1) * rows * width], first * width)
+            read = torch.frombuffer(staging, dtype=torch.uint8)[: len(some) * rows * width].view(len(some), rows, width)
+            weights[begin : begin + len(some), i_half * rows : (i_half + 1) * rows].copy_(read[:, :, columns])
+
+
+def _read_stored(
+    reader: TensorReader, stack: Sequence[Sequence[Plane]], name_of: Callable[[Plane], str]
+) -> torch.Tensor:
+    """Single float32 values as they are in the checkpoint, `[E, halves]`: what saving writes again."""
+    columns = [b"".join(reader.read(name_of(plane)) for plane in planes) for planes in stack]
+    return torch.stack([torch.frombuffer(bytearray(data), dtype=torch.float32) for data in columns], dim=1)
+
+
+def _input_scales(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored: torch.Tensor) -> torch.Tensor:
+    """Multipliers of the activations, float32 `[E]`: gate and up, which read the same ones, must have the same."""
+
+    def fault(expert: int, half: int, message: str) -> CheckpointError:
+        name = input_scale_name(stack[half][expert])
+        return CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
+
+    bad = (~((stored > 0) & stored.isfinite())).nonzero()
+    if len(bad):
+        expert, half = bad[0].tolist()
+        raise fault(expert, half, f"is {float(stored[expert, half])}, which is no scale")
+    unlike = (stored != stored[:, :1]).nonzero()
+    if len(unlike):
+        message = "differs from gate's; load with activation_format='bf16' or 'nvfp4_dynamic', which need none"
+        raise fault(*unlike[0].tolist(), message)
+    divides = torch.tensor([plane.global_scale_divides for plane in stack[0]])
+    return torch.where(divides, 1 / stored[:, 0], stored[:, 0])

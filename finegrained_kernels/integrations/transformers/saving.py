@@ -1,0 +1,131 @@
+"""From loaded modules back to the tensors that their checkpoint has, by the names that it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from transformers.core_model_loading import WeightRenaming
+
+from finegrained_kernels.checkpoint import Checkpoint
+from finegrained_kernels.checkpoint.names import Plane
+from finegrained_kernels.checkpoint.wire import POSITION_MASK, SLAB_ROWS, fixed_bytes, slab_bytes
+from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule
+from finegrained_kernels.integrations.transformers.plan import ExpertsPlan, belongs_to, input_scale_name
+
+HIDDEN = "__nvfp4_experts__"
+
+
+class HideExperts(WeightRenaming):
+    """Keeps transformers' conversions off the tensors of NVFP4 experts: it sees them by names that mean nothing to it.
+
+    Loading, they are then unexpected, and left to us; saving, the names that `state_of` gives survive every other
+    renaming, whatever it adds around them, and become the checkpoint's again.
+    """
+
+    def __init__(self, sources: set[str]) -> None:
+        super().__init__(HIDDEN, HIDDEN)
+        self.sources = sources
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        if not belongs_to(source_key, self.sources):
+            return source_key, None
+        self._was_used = True
+        return hide(source_key), None
+
+    def reverse_transform(self) -> WeightRenaming:
+        return _ShowExperts(HIDDEN, HIDDEN)
+
+
+class _ShowExperts(WeightRenaming):
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        match = re.search(HIDDEN + r"\.([0-9a-f]+)", source_key)
+        return (bytes.fromhex(match[1]).decode() if match else source_key), None
+
+
+def hide(name: str) -> str:
+    return f"{HIDDEN}.{name.encode().hex()}"
+
+
+def unusual_forms(checkpoint: Checkpoint, plan: ExpertsPlan) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of the layer's tensors where they are not the usual: signed weights, flat streams, [1] for []."""
+    forms = {}
+    for plane in plan.planes:
+        for name, form in _usual_forms(plane).items():
+            if name in checkpoint.located:
+                info = checkpoint.located[name][1]
+                if (info.dtype, info.shape) != form:
+                    forms[name] = (info.dtype, info.shape)
+    return forms
+
+
+def state_of(
+    plan: ExpertsPlan, module: NVFP4ExpertsModule, forms: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The layer's tensors by hidden name. Weights are views; the rest is small, or made now."""
+    rows = plan.intermediate_size
+    stacks = [("gate_up", half, i * rows, i) for i, half in enumerate(plan.halves)] + [("down", plan.down, 0, 0)]
+    weights = {"gate_up": module.gate_up_proj, "down": module.down_proj}
+    for name, planes, first_row, column in stacks:
+        for expert, plane in enumerate(planes):
+            packed = weights[name][expert, first_row : first_row + plane.rows]
+            tensors = {plane.weight: packed.detach(), plane.global_scale: module.stored[name][expert, column]}
+            if f"{name}_input" in module.stored:
+                tensors[input_scale_name(plane)] = module.stored[f"{name}_input"][expert, column]
+            for tensor_name, tensor in tensors.items():
+                yield hide(tensor_name), _as(tensor, *forms.get(tensor_name, _usual_forms(plane)[tensor_name]))
+        for plane, tensors in zip(planes, _scales(planes, module, name, first_row), strict=True):
+            for tensor_name, tensor in zip(plane.tensors, tensors, strict=True):
+                form = forms.get(tensor_name, _usual_forms(plane).get(tensor_name))
+                yield hide(tensor_name), _as(tensor, *form) if form else tensor
+
+
+def _usual_forms(plane: Plane) -> dict[str, tuple[str, tuple[int, ...]]]:
+    single = (1,) if plane.global_scale_divides else ()
+    forms = {
+        plane.weight: ("U8", (plane.rows, plane.cols * 8)),
+        plane.global_scale: ("F32", single),
+        input_scale_name(plane): ("F32", single),
+    }
+    if plane.compressed:  # the other half of the pair has no other form than U32 [X]
+        return forms | {plane.tensors[0]: ("U8", (plane.rows // SLAB_ROWS, slab_bytes(plane.cols)))}
+    return forms | {plane.name: ("F8_E4M3", (plane.rows, plane.cols))}
+
+
+_DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+
+
+def _as(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return tensor.view(_DTYPES[dtype]).view(shape)
+
+
+def _scales(
+    planes: Sequence[Plane], module: NVFP4ExpertsModule, name: str, first_row: int
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Each plane's tensors, from the rows after ``first_row`` of the module's stack."""
+    scales, bundle = module.scales(name), module.schedule.bundle
+    rows, cols = planes[0].rows, planes[0].cols
+    kept = not isinstance(scales, torch.Tensor)
+    dense = wire = None
+    if not kept or not all(plane.compressed for plane in planes):
+        dense = (bundle.decompress_nvfp4_csf_scales(scales) if kept else scales)[:, first_row : first_row + rows]
+        dense = dense.view(torch.uint8).contiguous()
+    if any(plane.compressed for plane in planes):
+        wire = _cut_wire(*scales.to_wire(), rows, cols, first_row) if kept else bundle.compress_nvfp4_csf_scales(dense)
+    for expert, plane in enumerate(planes):
+        yield (wire[0][expert].clone(), wire[1][expert]) if plane.compressed else (dense[expert],)
+
+
+def _cut_wire(
+    fixed: torch.Tensor, exceptions: list[torch.Tensor], rows: int, cols: int, first_row: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Some rows of every plane, in wire form: their slabs, and the exceptions in them, counted from the first."""
+    fixed = fixed[:, fixed_bytes(first_row, cols) : fixed_bytes(first_row + rows, cols)]
+    begin, end = first_row * cols, (first_row + rows) * cols
+    cut = []
+    for words in exceptions:
+        position = words.view(torch.int32) & POSITION_MASK
+        keep = (position >= begin) & (position < end)
+        cut.append((words.view(torch.int32)[keep] - begin).view(torch.uint32))
+    return fixed, cut

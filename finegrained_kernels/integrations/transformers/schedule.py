@@ -1,0 +1,118 @@
+"""What the layers of one model share: the bundle, the workspace for decoded scales, and the order they run in."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finegrained_kernels import load
+
+if TYPE_CHECKING:
+    from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule
+
+
+class Schedule:
+    """Runs layers with one strategy, and prefetches in their order.
+
+    Attributes:
+        bundle: the kernels, as `finegrained_kernels.load()` returns them.
+        strategy: "auto", "staged", "fused" or "dense".
+        prefetch: whether each layer starts to decode the scales of the next.
+        layers: the modules, in the model's order.
+    """
+
+    def __init__(self, strategy: str, prefetch: bool) -> None:
+        self.bundle: ModuleType = load()
+        self.strategy, self.prefetch = strategy, prefetch
+        self.layers: list[NVFP4ExpertsModule] = []
+        self._scratch: dict[torch.device, torch.Tensor] = {}
+        self._prefetchers: dict[torch.device, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what cannot be copied or stored: the bundle, streams, and the workspace."""
+        return {**self.__dict__, "bundle": None, "_scratch": {}, "_prefetchers": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, bundle=load())
+
+    def scratch(self, device: torch.device) -> torch.Tensor | None:
+        """The workspace on ``device``, for the layer that needs most; None if none is needed."""
+        size = 0 if self.strategy == "fused" else max((layer.scratch_bytes for layer in self.layers), default=0)
+        used = {layer.device for layer in self.layers} | {device}
+        self._scratch = {place: scratch for place, scratch in self._scratch.items() if place in used}
+        if size and (device not in self._scratch or self._scratch[device].numel() < size):
+            self._scratch[device] = torch.empty(size, dtype=torch.uint8, device=device)
+            # A CUDA graph may write memory that is not its own only if that never moves.
+            torch._dynamo.mark_static_address(self._scratch[device])
+        return self._scratch.get(device)
+
+    def prepare(self) -> None:
+        """Make all layers ready to run: together, as it takes all of them to know how large the workspace must be."""
+        for layer in self.layers:
+            layer.prepare()
+
+    def switch(self, strategy: str, prefetch: bool) -> None:
+        """Run all layers another way from now on."""
+        self.changed()
+        self.strategy, self.prefetch = strategy, prefetch
+        self._scratch.clear()
+        self.prepare()
+
+    def changed(self) -> None:
+        """Layers were loaded, moved or switched: whatever was prefetched is not used."""
+        for prefetcher in self._prefetchers.values():
+            prefetcher.discard()
+        self._prefetchers.clear()
+
+    def run(
+        self,
+        layer: NVFP4ExpertsModule,
+        strategy: str,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        # "auto" leaves the choice to the kernels, and dense scales leave none.
+        named = strategy if strategy in ("staged", "fused") else None
+        options = {"strategy": named, "activation_format": layer.activation_format}
+        routing = top_k_index, top_k_weights
+        # Streams and their order are no part of a compiled graph: there, each layer decodes for itself.
+        if not self.prefetch or strategy != "staged" or torch.compiler.is_compiling():
+            return self.bundle.moe_forward(layer.experts, hidden_states, *routing, **options)
+        device = hidden_states.device
+        if device not in self._prefetchers:
+            layers = [other for other in self.layers if other.device == device]
+            self._prefetchers[device] = _Prefetcher(self.bundle, layers)
+        return self._prefetchers[device].run(layer, hidden_states, routing, options)
+
+
+class _Prefetcher:
+    """`ScalePrefetcher` for layers that are expected, but not bound, to run in their order."""
+
+    def __init__(self, bundle: ModuleType, layers: list[NVFP4ExpertsModule]) -> None:
+        self._prefetcher = bundle.ScalePrefetcher([layer.experts for layer in layers])
+        self._positions = {id(layer): i for i, layer in enumerate(layers)}
+        self._expected: int | None = None
+
+    def run(
+        self,
+        layer: NVFP4ExpertsModule,
+        hidden_states: torch.Tensor,
+        routing: tuple[torch.Tensor, ...],
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        i_layer = self._positions[id(layer)]
+        if self._expected not in (None, i_layer):
+            self.discard()
+        out = self._prefetcher.forward(i_layer, hidden_states, *routing, **options)
+        self._expected = None
+        # The first layer is not prefetched for the next pass, which may never come, or be on other tokens.
+        if i_layer + 1 < len(self._positions) and self._prefetcher.prefetch(i_layer + 1, len(hidden_states), "staged"):
+            self._expected = i_layer + 1
+        return out
+
+    def discard(self) -> None:
+        self._prefetcher.discard()
+        self._expected = None

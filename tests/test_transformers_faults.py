@@ -1,0 +1,194 @@
+"""Checkpoints that do not fit their model or their config: an error that says what and where, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from checkpoints import edit_json, read_tensors, write_checkpoint
+from finegrained_kernels.checkpoint import CheckpointError
+from moe_models import load, write_checkpoints
+
+EXPERT = "model.layers.1.mlp.experts.3"
+SCALE = f"{EXPERT}.up_proj.weight_scale"
+
+
+@pytest.fixture(scope="module")
+def paths(bundle, tmp_path_factory) -> dict[str, Path]:
+    return write_checkpoints(tmp_path_factory.mktemp("faults"), "qwen3_moe", input_scale=0.01)
+
+
+@pytest.fixture
+def damaged(paths, tmp_path) -> Callable[..., Path]:
+    """The compressed checkpoint after a change to its tensors or its config."""
+
+    def damage(tensors: Callable[[dict], object] | None = None, config: Callable[[dict], object] | None = None) -> Path:
+        content = read_tensors(paths["csf"])
+        if tensors is not None:
+            tensors(content)
+        root = write_checkpoint(tmp_path / "damaged", content, json.loads((paths["csf"] / "config.json").read_text()))
+        if config is not None:
+            edit_json(root / "config.json", config)
+        return root
+
+    return damage
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[dict], object]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{SCALE}.nvfp4_csf_exceptions", rf"{SCALE}.nvfp4_csf_fixed: unpaired"),
+        (f"{SCALE}.nvfp4_csf_fixed", rf"{SCALE}.nvfp4_csf_exceptions: unpaired"),
+        (f"{EXPERT}.up_proj.weight", rf"{SCALE}.nvfp4_csf_fixed: no weight beside it"),
+        (f"{EXPERT}.up_proj.weight_scale_2", rf"{SCALE}.nvfp4_csf_fixed: no second-level scale"),
+        (f"{EXPERT}.down_proj.input_scale", rf"{EXPERT}.down_proj.input_scale: missing: quantized activations"),
+        ("lm_head.weight", r"lm_head.weight: the model needs it, and no shard has it"),
+        ("model.layers.1.mlp.gate.weight", r"model.layers.1.mlp.gate.weight: the model needs it"),
+    ],
+)
+def test_something_missing(damaged, name, message):
+    with pytest.raises(CheckpointError, match=message):
+        load(damaged(lambda tensors: tensors.pop(name)))
+
+
+def test_a_whole_expert_or_projection_missing(damaged):
+    def remove(prefix: str) -> Callable[[dict], object]:
+        return lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(prefix)]
+
+    root = damaged(remove(f"{EXPERT}.up_proj."))
+    with pytest.raises(
+        CheckpointError, match=r"model.layers.1.mlp.experts: up_proj: no NVFP4 scales for experts \[3\]"
+    ):
+        load(root)
+
+
+def test_a_layer_too_many(damaged):
+    def copy_layer(tensors: dict) -> None:
+        for name in [name for name in tensors if ".layers.1." in name]:
+            tensors[name.replace(".layers.1.", ".layers.7.")] = tensors[name].clone()
+
+    def mark(config: dict) -> None:
+        layers = config["quantization_config"]["quantized_layers"]
+        layers["model.layers.7.mlp.experts"] = layers["model.layers.1.mlp.experts"]
+
+    with pytest.raises(CheckpointError, match=r"layers.7.mlp.experts.*has no fused experts that \w+_proj would"):
+        load(damaged(copy_layer, mark))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (f"{EXPERT}.up_proj.weight", torch.zeros(64, 32, dtype=torch.uint8), rf"{SCALE}.nvfp4_csf_fixed: expected U8"),
+        (f"{EXPERT}.up_proj.weight", torch.zeros(64, 64), rf"{EXPERT}.up_proj.weight must be U8 or I8, got F32"),
+        (
+            f"{SCALE}.nvfp4_csf_fixed",
+            torch.zeros(3, 80, dtype=torch.uint8),
+            rf"{SCALE}.nvfp4_csf_fixed: expected U8 \[",
+        ),
+        (f"{EXPERT}.up_proj.weight_scale_2", torch.ones(2), r"up_proj.weight_scale_2: expected one F32 value"),
+        (f"{EXPERT}.up_proj.input_scale", torch.ones(2), r"up_proj.input_scale: expected one F32 value"),
+        (f"{EXPERT}.up_proj.input_scale", torch.tensor(0.02), r"up_proj.input_scale: differs from gate's"),
+        (f"{EXPERT}.down_proj.input_scale", torch.tensor(0.0), r"down_proj.input_scale: is 0.0, which is no scale"),
+        (f"{EXPERT}.up_proj.bias", torch.zeros(64), r"up_proj.bias: unknown: an expert has"),
+        (
+            f"{SCALE}.nvfp4_csf_exceptions",
+            torch.tensor([5, 5], dtype=torch.int32).view(torch.uint32),
+            rf"{SCALE}.nvfp4_csf_exceptions: exceptions are out of order",
+        ),
+        ("lm_head.weight", torch.zeros(120, 128, dtype=torch.bfloat16), r"lm_head.weight: expected shape \[128, 128\]"),
+    ],
+)
+def test_a_wrong_tensor(damaged, name, tensor, message):
+    with pytest.raises(CheckpointError, match=message):
+        load(damaged(put(name, tensor)))
+
+
+def test_experts_of_another_size_than_the_config_says(damaged):
+    root = damaged(config=lambda config: config.update(moe_intermediate_size=96))
+    message = r"experts.0.gate_proj.weight: expected \[96, 64\] for the model.layers.0.mlp.experts of the model"
+    with pytest.raises(CheckpointError, match=message):
+        load(root)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda layers: layers.update({"model.layers.9.mlp.experts": {"weight_scale_encoding": "csf"}}),
+            r"config.json: model.layers.9.mlp.experts: marked as compressed, but the checkpoint has no",
+        ),
+        (
+            lambda layers: layers.update({"model.layers.9.mlp.experts": {"quant_algo": "NVFP4"}}),
+            r"config.json: model.layers.9.mlp.experts: named as NVFP4, but the checkpoint has no such layer",
+        ),
+        (
+            lambda layers: layers.update({"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}),
+            r"self_attn.q_proj: quant_algo is 'FP8'",
+        ),
+        (
+            lambda layers: layers["model.layers.1.mlp.experts"].update(weight_scale_encoding="zip"),
+            r"model.layers.1.mlp.experts: unknown weight_scale_encoding 'zip'",
+        ),
+        (
+            lambda layers: layers.pop("model.layers.1.mlp.experts"),
+            r"model.layers.1.mlp.experts: has compressed scales, but is not marked",
+        ),
+    ],
+)
+def test_a_wrong_config(damaged, change, message):
+    root = damaged(config=lambda config: change(config["quantization_config"]["quantized_layers"]))
+    with pytest.raises(CheckpointError, match=message):
+        load(root)
+
+
+def test_structures_that_the_kernels_do_not_compute(paths, tmp_path):
+    root = shutil.copytree(paths["csf"], tmp_path / "gelu")
+    edit_json(root / "config.json", lambda config: config.update(hidden_act="gelu"))
+    with pytest.raises(CheckpointError, match=r"Qwen3MoeExperts cannot run on these kernels: its activation is GELU"):
+        load(root)
+
+
+def test_other_quantized_layers_are_refused(damaged):
+    def quantize_a_projection(tensors: dict) -> None:
+        name = "model.layers.0.self_attn.o_proj"
+        tensors[f"{name}.weight"] = torch.zeros(128, 64, dtype=torch.uint8)
+        tensors[f"{name}.weight_scale"] = torch.ones(128, 8).to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale_2"] = torch.tensor(1.0)
+
+    with pytest.raises(CheckpointError, match=r"self_attn.o_proj.weight: NVFP4, but no expert"):
+        load(damaged(quantize_a_projection))
+
+
+def test_nothing_is_initialized_in_silence(paths):
+    """transformers' own account of a load: nothing missing, unexpected or mismatched."""
+    for layout in ("csf", "dense"):
+        _, info = AutoModelForCausalLM.from_pretrained(paths[layout], output_loading_info=True)
+        assert not any(info.values()), info
+
+
+def test_a_config_without_quantization_does_not_load_packed_bytes(damaged):
+    root = damaged(config=lambda config: config.pop("quantization_config"))
+    with pytest.raises(ValueError, match="pre-quantized"):
+        load(root)
+
+
+def test_a_config_given_by_hand_is_not_changed(paths):
+    config = AutoConfig.from_pretrained(paths["csf"])
+    before = json.dumps(config.quantization_config, sort_keys=True)
+    for _ in range(2):
+        model = AutoModelForCausalLM.from_pretrained(paths["csf"], config=config)
+    assert json.dumps(config.quantization_config, sort_keys=True) == before
+    assert json.dumps(model.config.quantization_config.to_dict(), sort_keys=True) == before
