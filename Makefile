@@ -18,7 +18,7 @@ INHERIT = $(PYTHON) -c "import site; print(*site.getsitepackages(), site.getuser
 # Where `make bench` writes its CSV files: apart from the committed ones, which figures and README are made from.
 RESULTS ?= benchmarks/local
 
-.PHONY: demo test bundle check docs coverage mutation bench figures wheel clean
+.PHONY: demo test bundle check docs coverage compile mutation bench figures wheel clean
 
 demo: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) -m finegrained_kernels.demo
@@ -39,6 +39,9 @@ docs: bundle $(CHECKED)
 # `make test`, with the lines counted that it runs: also in the processes that tests start, Triton's interpreter too.
 coverage: bundle
 	$(VENV_PYTHON) -m pytest -q tests --cov --cov-report=term --cov-fail-under=90
+
+compile: bundle
+	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/compile_kernels.py
 
 mutation: $(READY)
 	$(VENV_PYTHON) scripts/mutation_check.py
@@ -73,5 +76,5 @@ $(CHECKED): $(READY) requirements/check.txt
 	touch $@
 
 clean:
-	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .mypy_cache .coverage* benchmarks/local
+	rm -rf build build-docs dist $(VENV) .pytest_cache .ruff_cache .mypy_cache .coverage* benchmarks/local
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,7 +25,7 @@ HELPERS = {"figures", "harness", "measured", "read_sweep", "report", "run"}
 
 
 def scripts() -> list[str]:
-    """Names of the benchmarks: not what they share, nor searches for configurations, nor what `kernels benchmark` runs."""
+    """Names of the benchmarks: not what they share, nor tuning, nor what `kernels benchmark` runs."""
     names = sorted(path.stem for path in HERE.glob("*.py"))
     return [name for name in names if name not in HELPERS and not name.startswith(("tune_", "benchmark"))]
 

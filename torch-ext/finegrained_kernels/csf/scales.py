@@ -131,6 +131,14 @@ def prepare_nvfp4_csf_scales(
             above the one before it. Names the tensor and the place. Nothing is returned.
 
     Source: docs/format.md, "One compressed plane". One host sync on a GPU, for the verdict.
+
+    >>> fixed = torch.tensor([100] * 16 + [0x10] * 16, dtype=torch.uint8)  # 16 rows: base 100, codes 0 and 1
+    >>> exceptions = torch.tensor([7 << 24 | 3], dtype=torch.int32)  # row 1, column 1 is 7
+    >>> scales = prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=16, num_cols=2)
+    >>> scales.shape, scales.nbytes
+    ((1, 16, 2), 44)
+    >>> scales.to_wire()[1][0].tolist() == exceptions.tolist()
+    True
     """
     NVFP4_CSF.check_plane(num_rows, num_cols)
     num_rows, num_cols = int(num_rows), int(num_cols)
