@@ -121,8 +121,8 @@ FAULTS = [
     Fault(
         "swapped gate and up (CPU)",
         "torch-ext/finegrained_kernels/nvfp4/cpu.py",
-        "gated(*halves.unbind(1), gemm.alpha",
-        "gated(*halves.flip(1).unbind(1), gemm.alpha",
+        "gated(halves[:, 0], halves[:, 1], gemm.alpha",
+        "gated(halves[:, 1], halves[:, 0], gemm.alpha",
         ("tests/test_nvfp4_gemm.py",),
     ),
     Fault(
@@ -196,7 +196,7 @@ def run_tests(fault: Fault | None, tests: tuple[str, ...]) -> tuple[int, str]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
         result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     lines = result.stdout.strip().splitlines() or result.stderr.strip().splitlines() or [""]
-    failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return result.returncode, (failed or lines[-1:])[0]
 
 

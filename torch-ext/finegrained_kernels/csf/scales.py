@@ -185,7 +185,7 @@ def _gather_wire(
     `slabs` is the shape of one plane's stream, `[slabs, bytes a slab]`, which may also come flat.
     """
     if isinstance(exceptions, torch.Tensor):
-        fixed, exceptions = [fixed], [exceptions]
+        fixed, exceptions = [fixed], [exceptions]  # type: ignore[list-item]  # whatever it is, it is checked below
     for name, tensors in (("fixed", fixed), ("exceptions", exceptions)):
         if not isinstance(tensors, (torch.Tensor, list, tuple)) or not getattr(tensors, "ndim", 1):
             raise ValueError(f"{name} must be a list of one tensor a plane, got {type(tensors).__name__}")
@@ -197,7 +197,7 @@ def _gather_wire(
         _check_tensors("fixed", [fixed], _BYTES, [(len(fixed), *flat), (len(fixed), *slabs)], device)
         stream = fixed.reshape(len(fixed), -1)
     else:
-        device = getattr(fixed[0], "device", None)
+        device = getattr(fixed[0], "device", None)  # type: ignore[assignment]  # what is no tensor is refused below
         _check_tensors("fixed", fixed, _BYTES, [flat, slabs], device)
         stream = torch.stack([plane.reshape(-1) for plane in fixed])
     _check_tensors("exceptions", exceptions, _WORDS, None, device)
