@@ -30,8 +30,10 @@ test: bundle
 check: $(CHECKED) docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy -p finegrained_kernels
+	cd torch-ext && $(abspath $(VENV))/bin/mypy --config-file ../pyproject.toml -p finegrained_kernels
 	$(VENV)/bin/vulture
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 docs: bundle $(CHECKED)
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/build_docs.py
