@@ -68,7 +68,7 @@ def doubling(axis: Axes, values: list[int], label: str) -> None:
 
 def stored_scales() -> Figure:
     table = Table("csf_decode")
-    figure, (left, right) = axes("Stored scales, dense and CSF (synthetic, exceptions as in real planes)", 2)
+    figure, (left, right) = axes("Stored scales: stacks with real rates of exceptions, and trained weights", 2)
     for i, case in enumerate(STACKS):
         dense, stored = dense_bytes(case) / 1e6, stored_bytes(table.one(case=case, variant="full", condition="warm"))
         left.bar(i - 0.2, dense, 0.38, color=DENSE, label="dense" if i == 0 else None)
@@ -83,6 +83,9 @@ def stored_scales() -> Figure:
         rates = [num_exceptions(row) / dense_bytes(case) for row in rows]
         shares = [stored_bytes(row) / dense_bytes(case) for row in rows]
         right.plot(rates, shares, marker=marker, markersize=4, label=case.replace("_", " "))
+    real = {row.variant: row.bytes for row in Table("stored_scales").select(case="minilm")}
+    rate, share = real["csf_exceptions"] / 4 / real["dense"], real["csf"] / real["dense"]
+    right.plot([rate], [share], "*", color=ROOF, markersize=10, label="all-MiniLM-L6-v2")
     right.axhline(1, color=DENSE, linewidth=1)
     right.set(xlabel="exceptions, of all scales", ylabel="CSF, of dense bytes", ylim=(0.4, 1.05))
     right.xaxis.set_major_formatter(PercentFormatter(1, 0))
@@ -236,7 +239,7 @@ def model_speed() -> Figure:
 
 
 FIGURES: dict[str, tuple[tuple[str, ...], Callable[[], Figure]]] = {
-    "stored_scales": (("csf_decode",), stored_scales),
+    "stored_scales": (("csf_decode", "stored_scales"), stored_scales),
     "scale_memory": (("csf_decode",), scale_memory),
     "decode_roof": (("csf_decode",), decode_roof),
     "sparse_routing": (("csf_decode",), sparse_routing),

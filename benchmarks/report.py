@@ -59,8 +59,11 @@ def machine(table: Table) -> str:
 def sizes() -> str:
     table = Table("csf_decode")
     rows = [table.one(case=case, variant="full", condition="warm") for case in LAYER]
+    real = {row.variant: row.bytes for row in Table("stored_scales").select(case="minilm")}
     dense = sum(map(dense_bytes, LAYER))
-    text = f"""The scales of one layer of {STACKS["qwen_gate"][0]} experts take {dense / 1e6:.0f} MB as they are,
+    text = f"""The scales of trained weights, all-MiniLM-L6-v2's, take {percent(real["csf"] / real["dense"], 1)} of their
+        bytes when they are compressed; {percent(real["csf_exceptions"] / 4 / real["dense"], 2)} of them are exceptions.
+        Those of one layer of {STACKS["qwen_gate"][0]} experts take {dense / 1e6:.0f} MB as they are,
         {sum(map(stored_bytes, rows)) / 1e6:.0f} MB compressed in a file, and {sum(map(resident_bytes, rows)) / 1e6:.0f}
         MB compressed in memory, at the rates of exceptions below."""
     return paragraph(text) + image("scale_memory", "Memory that scales take, over resident layers, by strategy")
@@ -154,7 +157,7 @@ def strategies() -> str:
 
 
 SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
-    (("csf_decode",), sizes),
+    (("csf_decode", "stored_scales"), sizes),
     (("csf_decode",), decoding),
     (("csf_decode",), routing),
     (("fused",), strategies),

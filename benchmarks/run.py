@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-ON_CPU = {"csf_cpu": [], "checkpoint_speed": ["--gigabytes", "1", "--directory"]}
+ON_CPU = {"csf_cpu": [], "stored_scales": [], "checkpoint_speed": ["--gigabytes", "1", "--directory"]}
 """Arguments of those that run anywhere; a directory for large files is added."""
 
 FILE_NAMES = {"checkpoint_speed": "checkpoints"}

@@ -158,3 +158,14 @@ def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if not target.startswith(("http://", "https://")):
             assert (path.parent / target.partition("#")[0]).exists(), f"{document}: {target}"
+
+
+def test_card_has_what_the_hub_reads():
+    from huggingface_hub import ModelCard
+    from markdown_it import MarkdownIt
+
+    card = ModelCard((ROOT / "CARD.md").read_text())
+    assert (card.data.library_name, card.data.license) == ("kernels", "apache-2.0")
+    page = MarkdownIt().enable("table").render(card.text)
+    assert (page.count("<h1>"), page.count("<table>"), page.count('<code class="language-python">')) == (1, 1, 1)
+    assert "|" not in re.sub("<pre>.*?</pre>", "", page, flags=re.DOTALL)
