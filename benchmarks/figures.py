@@ -90,7 +90,7 @@ def stored_scales() -> Figure:
     right.set(xlabel="exceptions, of all scales", ylabel="CSF, of dense bytes", ylim=(0.4, 1.05))
     right.xaxis.set_major_formatter(PercentFormatter(1, 0))
     right.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    right.legend()
+    right.legend(loc="upper left", bbox_to_anchor=(0, 0.93), fontsize=8)
     return figure
 
 

@@ -61,12 +61,14 @@ def sizes() -> str:
     rows = [table.one(case=case, variant="full", condition="warm") for case in LAYER]
     real = {row.variant: row.bytes for row in Table("stored_scales").select(case="minilm")}
     dense = sum(map(dense_bytes, LAYER))
-    text = f"""The scales of trained weights, all-MiniLM-L6-v2's, take {percent(real["csf"] / real["dense"], 1)} of their
-        bytes when they are compressed; {percent(real["csf_exceptions"] / 4 / real["dense"], 2)} of them are exceptions.
-        Those of one layer of {STACKS["qwen_gate"][0]} experts take {dense / 1e6:.0f} MB as they are,
-        {sum(map(stored_bytes, rows)) / 1e6:.0f} MB compressed in a file, and {sum(map(resident_bytes, rows)) / 1e6:.0f}
-        MB compressed in memory, at the rates of exceptions below."""
-    return paragraph(text) + image("scale_memory", "Memory that scales take, over resident layers, by strategy")
+    share, rate = real["csf"] / real["dense"], real["csf_exceptions"] / 4 / real["dense"]
+    stored, resident = (sum(map(size, rows)) / 1e6 for size in (stored_bytes, resident_bytes))
+    text = f"""Compressed, the scales of trained weights (all-MiniLM-L6-v2) take {percent(share, 1)} of their bytes;
+        {percent(rate, 2)} of them are exceptions. Those of one layer of {STACKS["qwen_gate"][0]} experts take
+        {dense / 1e6:.0f} MB as they are, {stored:.0f} MB compressed in a file, and {resident:.0f} MB compressed in
+        memory, at the rates of exceptions below."""
+    drawn = image("stored_scales", "Bytes of stored scales, dense and compressed, and over the rate of exceptions")
+    return paragraph(text) + drawn + image("scale_memory", "Memory that scales take, over resident layers")
 
 
 def decoding() -> str:
