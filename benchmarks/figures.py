@@ -1,6 +1,6 @@
 """Draws every figure of the documents from `results/*.csv`, and from nothing else.
 
-    python benchmarks/figures.py [--out docs/figures]
+    python benchmarks/figures.py [--results benchmarks/results] [--out docs/figures]
 
 The same rows give the same bytes, under the matplotlib that requirements/dev.txt pins. A figure whose file is not
 there yet is left out.
@@ -16,7 +16,18 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
-from measured import LAYER, STACKS, Row, Table, dense_bytes, has, num_exceptions, resident_bytes, stored_bytes
+from measured import (
+    LAYER,
+    RESULTS,
+    STACKS,
+    Row,
+    Table,
+    dense_bytes,
+    has,
+    num_exceptions,
+    resident_bytes,
+    stored_bytes,
+)
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "figures"
 WIDTH = 8.3
@@ -37,7 +48,8 @@ STYLE = {
 }
 METADATA = {"Date": None, "Creator": None}
 DENSE, STAGED, FUSED, ROOF, OTHER = "#666666", "#d95f02", "#1b9e77", "#222222", "#7570b3"
-STRATEGIES = {"dense": DENSE, "staged": STAGED, "fused": FUSED, "prefetched": OTHER}
+STRATEGIES = {"dense": DENSE, "staged": STAGED, "prefetched": OTHER, "fused": FUSED}
+MODEL_LAYERS = {"qwen": 48}
 STAGING_OVERHEAD = (1.09, 1.32)
 """Published: a staging implementation of this format adds 9 to 32 % to the dense GEMM, on a B200."""
 
@@ -66,8 +78,8 @@ def doubling(axis: Axes, values: list[int], label: str) -> None:
     axis.set_xlabel(label)
 
 
-def stored_scales() -> Figure:
-    table = Table("csf_decode")
+def stored_scales(results: Path) -> Figure:
+    table = Table("csf_decode", results)
     figure, (left, right) = axes("Stored scales: stacks with real rates of exceptions, and trained weights", 2)
     for i, case in enumerate(STACKS):
         dense, stored = dense_bytes(case) / 1e6, stored_bytes(table.one(case=case, variant="full", condition="warm"))
@@ -83,7 +95,7 @@ def stored_scales() -> Figure:
         rates = [num_exceptions(row) / dense_bytes(case) for row in rows]
         shares = [stored_bytes(row) / dense_bytes(case) for row in rows]
         right.plot(rates, shares, marker=marker, markersize=4, label=case.replace("_", " "))
-    real = {row.variant: row.bytes for row in Table("stored_scales").select(case="minilm")}
+    real = {row.variant: row.bytes for row in Table("stored_scales", results).select(case="minilm")}
     rate, share = real["csf_exceptions"] / 4 / real["dense"], real["csf"] / real["dense"]
     right.plot([rate], [share], "*", color=ROOF, markersize=10, label="all-MiniLM-L6-v2")
     right.axhline(1, color=DENSE, linewidth=1)
@@ -94,9 +106,9 @@ def stored_scales() -> Figure:
     return figure
 
 
-def scale_memory() -> Figure:
+def scale_memory(results: Path) -> Figure:
     """Arithmetic on the measured stacks: L layers dense, compressed with one shared workspace, compressed alone."""
-    table = Table("csf_decode")
+    table = Table("csf_decode", results)
     dense = sum(map(dense_bytes, LAYER)) / 1e9
     compressed = sum(resident_bytes(table.one(case=case, variant="full", condition="warm")) for case in LAYER) / 1e9
     layers = list(range(0, 65, 8))
@@ -113,8 +125,8 @@ def scale_memory() -> Figure:
     return figure
 
 
-def decode_roof() -> Figure:
-    table = Table("csf_decode")
+def decode_roof(results: Path) -> Figure:
+    table = Table("csf_decode", results)
     figure, (axis,) = axes(f"Decoding whole stacks, of the speed of a copy of as many bytes ({measured_on(table)})")
     for shift, condition, color in ((-0.2, "warm", STAGED), (0.2, "cold", OTHER)):
         for i, case in enumerate(STACKS):
@@ -131,8 +143,8 @@ def decode_roof() -> Figure:
     return figure
 
 
-def sparse_routing() -> Figure:
-    table = Table("csf_decode")
+def sparse_routing(results: Path) -> Figure:
+    table = Table("csf_decode", results)
     figure, panels = axes(f"Decoding only active experts, warm ({measured_on(table)})", 2, 3.4)
     for axis, case in zip(panels, ("qwen_gate", "qwen_down"), strict=True):
         known = [row for row in table.select(case=case, condition="warm") if row.variant.endswith("_known")]
@@ -153,16 +165,16 @@ def sparse_routing() -> Figure:
     return figure
 
 
-def bandwidth_roofline() -> Figure:
+def bandwidth_roofline(results: Path) -> Figure:
     """Decoding and GEMMs are bound by memory: what each moved a second, over the bytes, under the roof of its run."""
     figure, (axis,) = axes("Memory traffic of decoding and GEMMs, cold", height=3.6)
     shown: list[Row] = []
     for name, label, marker, color in (
         ("csf_decode", "decoding", "o", FUSED), ("nvfp4_gemm", "GEMM", "s", STAGED)
     ):  # fmt: skip
-        if not has(name):
+        if not has(name, results):
             continue
-        table = Table(name)
+        table = Table(name, results)
         rows = [row for row in table.select(condition="cold") if row.bytes > 1e5 and row.roof_us]
         rows = [row for row in rows if not row.variant.startswith("offset")]
         speeds = [row.bytes / row.us / 1e6 for row in rows]
@@ -179,9 +191,9 @@ def bandwidth_roofline() -> Figure:
     return figure
 
 
-def strategy_latency() -> Figure:
+def strategy_latency(results: Path) -> Figure:
     """Decode and GEMM with compressed scales, of the GEMM on dense scales in the same run."""
-    table = Table("fused")
+    table = Table("fused", results)
     cases = table.values("case")
     figure, panels = axes(f"Decode and GEMM, of the same GEMM on dense scales ({measured_on(table)})", len(cases), 3.6)
     for axis, case in zip(panels, cases, strict=True):
@@ -204,27 +216,52 @@ def strategy_latency() -> Figure:
     return figure
 
 
-def layer_time() -> Figure:
-    table = Table("moe_layer")
-    cases = table.values("case")
-    figure, panels = axes(f"One MoE layer, cold ({measured_on(table)})", len(cases), 3.4)
-    for axis, case in zip(panels, cases, strict=True):
-        tokens = sorted(table.values("tokens", case=case))
-        for i, variant in enumerate(table.values("variant", case=case)):
-            rows = sorted(table.select(case=case, variant=variant, condition="cold"), key=lambda row: row.tokens or 0)
-            axis.plot([row.tokens for row in rows], [row.us for row in rows], "o-", markersize=4,
-                      color=STRATEGIES.get(variant, f"C{i}"), label=variant)  # fmt: skip
-        doubling(axis, tokens, "tokens")
-        axis.set_yscale("log")
-        axis.set_title(case.replace("_", " "))
-    panels[0].set_ylabel("us a layer")
-    panels[0].legend()
+def layer_time(table: Table, model: str, activations: str) -> Figure:
+    """Time of a MoE layer by strategy, the same over dense, and the memory of all layers' scales."""
+    case = f"{model}_layer_{activations}"
+    (device,) = table.values("device", case=case)
+    title = f"One MoE layer, {model}, {activations}, L2 flushed ({device})"
+    figure, (absolute, relative, memory) = axes(title, 3, 3.4)
+    for variant, color in STRATEGIES.items():
+        rows = sorted(table.select(case=case, variant=variant), key=lambda row: row.tokens or 0)
+        tokens = [row.tokens for row in rows]
+        absolute.plot(tokens, [row.us for row in rows], "o-", markersize=3, color=color, label=variant)
+        if variant == "dense":
+            roofs = [row.roof_us for row in rows]
+            absolute.plot(tokens, roofs, ":", color=ROOF, label="reading as many bytes")
+        else:
+            ratios = [row.over_baseline for row in rows]
+            relative.plot(tokens, ratios, "o-", markersize=3, color=color, label=variant)
+    relative.axhline(1, color=DENSE, linewidth=1)
+    for axis, name in ((absolute, "time, us"), (relative, "time over dense")):
+        axis.set(xscale="log", xlabel="tokens", title=name)
+        axis.legend(fontsize=7)
+    absolute.set_yscale("log")
+    resident = {row.variant: row.bytes for row in table.select(case=f"{model}_memory")}
+    layers = MODEL_LAYERS.get(model, 1)
+    for i, (variant, scratches) in enumerate({"dense": 0, "staged": 1, "prefetched": 2, "fused": 0}.items()):
+        scales = layers * resident["scales_dense" if variant == "dense" else "scales_compressed"] / 1e9
+        scratch = scratches * resident["scratch"] / 1e9
+        memory.bar(i, scales, color=STRATEGIES[variant])
+        memory.bar(i, scratch, bottom=scales, color=STRATEGIES[variant], alpha=0.4)
+        memory.annotate(f"{scales + scratch:.2f}", (i, scales + scratch), ha="center", va="bottom", fontsize=8)
+    memory.set_xticks(range(4), ["dense", "staged", "pre-\nfetched", "fused"], fontsize=8)
+    memory.set_title(f"scales of {layers} layers, GB\n(light: scratch)")
     return figure
 
 
-def model_speed() -> Figure:
+def layer_times(results: Path) -> dict[str, Figure]:
+    """A figure a model and format of activations in moe_layer.csv, by name."""
+    if not has("moe_layer", results):
+        return {}
+    table = Table("moe_layer", results)
+    cases = [case.split("_layer_") for case in table.values("case") if "_layer_" in case]
+    return {f"moe_layer_{model}_{kind}": layer_time(table, model, kind) for model, kind in cases}
+
+
+def model_speed(results: Path) -> Figure:
     """Rows of model.csv: one decoding step of `tokens` sequences, `bytes` the peak memory."""
-    table = Table("model")
+    table = Table("model", results)
     figure, (axis,) = axes(f"Decoding speed and memory of a whole model ({measured_on(table)})", height=3.6)
     for i, variant in enumerate(table.values("variant")):
         rows = table.select(variant=variant)
@@ -238,36 +275,39 @@ def model_speed() -> Figure:
     return figure
 
 
-FIGURES: dict[str, tuple[tuple[str, ...], Callable[[], Figure]]] = {
+FIGURES: dict[str, tuple[tuple[str, ...], Callable[[Path], Figure]]] = {
     "stored_scales": (("csf_decode", "stored_scales"), stored_scales),
     "scale_memory": (("csf_decode",), scale_memory),
     "decode_roof": (("csf_decode",), decode_roof),
     "sparse_routing": (("csf_decode",), sparse_routing),
     "bandwidth_roofline": (("csf_decode",), bandwidth_roofline),
     "strategy_latency": (("fused",), strategy_latency),
-    "layer_time": (("moe_layer",), layer_time),
     "model_speed": (("model",), model_speed),
 }
 """Which files each needs, and what draws it."""
 
 
-def draw(out: Path) -> list[Path]:
+def draw(out: Path, results: Path = RESULTS) -> list[Path]:
     """Write all that can be drawn, as SVG, and return what was written."""
     out.mkdir(parents=True, exist_ok=True)
-    written = []
     with matplotlib.rc_context(matplotlib.rcParamsDefault):
         matplotlib.rcParams.update(STYLE)
-        for name, (files, figure) in FIGURES.items():
-            if all(map(has, files)):
-                written.append(out / f"{name}.svg")
-                figure().savefig(written[-1], metadata=METADATA)
-    return written
+        figures = {
+            name: figure(results)
+            for name, (files, figure) in FIGURES.items()
+            if all(has(file, results) for file in files)
+        } | layer_times(results)
+        for name, figure in figures.items():
+            figure.savefig(out / f"{name}.svg", metadata=METADATA)
+    return [out / f"{name}.svg" for name in figures]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of the CSV files")
     parser.add_argument("--out", type=Path, default=OUT, help="directory to write to")
-    for path in draw(parser.parse_args().out):
+    arguments = parser.parse_args()
+    for path in draw(arguments.out, arguments.results):
         print(path)
 
 

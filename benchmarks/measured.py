@@ -92,7 +92,7 @@ def _row(record: dict[str, str]) -> Row:
         **{name: record[name] for name in ("torch", "triton", "case", "variant", "condition", "baseline")},
         **{name: number(name) for name in ("us_p20", "us_p50", "us_p80", "roof_us", "baseline_us")},
         tokens=int(record["tokens"]) if record["tokens"] else None,
-        bytes=int(record["bytes"]),
+        bytes=int(record["bytes"] or 0),
     )
 
 
