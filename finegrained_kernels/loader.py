@@ -68,6 +68,12 @@ def load(
         BundleUnavailableError: none of these has it; the message lists what was tried and what to do.
         BundleIntegrityError: the files found are not those that were built. The fallback copies are checked before they
             run, what ``get_kernel`` returned after it, since finding and importing are one step there.
+
+    >>> csf = load()
+    >>> csf is load()
+    True
+    >>> csf.csf_workspace_size.__name__ in csf.__all__
+    True
     """
     if version is None and revision is None:
         version = VERSION

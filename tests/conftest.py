@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,17 @@ REPO_ID = "kernels-community/finegrained-kernels"
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device (an NVIDIA GPU and its driver); torch finds none")
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Without coverage's tracer, for what is timed."""
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,8 @@ COMMIT = "c" * 40
 class ModelHub:
     """One model repository: what huggingface_hub asks for to upload a folder and to read headers by range."""
 
-    def __init__(self) -> None:
+    def __init__(self, repo_id: str = REPO) -> None:
+        self.repo_id = repo_id
         self.files: dict[str, bytes] = {}
         self.blobs: dict[str, bytes] = {}
         self.sent = 0
@@ -54,12 +55,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._get(body=True)
 
     def _get(self, *, body: bool) -> None:
-        path = unquote(urlsplit(self.path).path).strip("/")
-        if match := re.fullmatch(rf"{REPO}/resolve/[^/]+/(.+)", path):
+        path, repo = unquote(urlsplit(self.path).path).strip("/"), self.hub.repo_id
+        if match := re.fullmatch(rf"{repo}/resolve/[^/]+/(.+)", path):
             self._file(match[1], body)
-        elif re.fullmatch(rf"api/models/{REPO}(/revision/[^/]+)?", path):
+        elif re.fullmatch(rf"api/models/{repo}(/revision/[^/]+)?", path):
             siblings = [{"rfilename": name} for name in sorted(self.hub.files)]
-            self._json({"id": REPO, "sha": COMMIT, "siblings": siblings})
+            self._json({"id": repo, "sha": COMMIT, "siblings": siblings})
         else:
             self._refuse("RepoNotFound")
 
@@ -76,13 +77,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, content, headers, body)
 
     def do_POST(self) -> None:
-        path = unquote(urlsplit(self.path).path).strip("/")
+        path, repo = unquote(urlsplit(self.path).path).strip("/"), self.hub.repo_id
         data = self._body()
         if path == "api/repos/create":
-            self._json({"url": f"{self.hub.url}/{REPO}", "name": REPO, "id": REPO})
+            self._json({"url": f"{self.hub.url}/{repo}", "name": repo, "id": repo})
         elif path == "api/validate-yaml":  # of the model card
             self._json({"errors": [], "warnings": []})
-        elif path == f"api/models/{REPO}/preupload/main":
+        elif path == f"api/models/{repo}/preupload/main":
             modes = [
                 {
                     "path": file["path"],
@@ -92,13 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
                 for file in json.loads(data)["files"]
             ]
             self._json({"files": modes})
-        elif path == f"{REPO}.git/info/lfs/objects/batch":
+        elif path == f"{repo}.git/info/lfs/objects/batch":
             objects = [
                 item | {"actions": {"upload": {"href": f"{self.hub.url}/blobs/{item['oid']}"}}}
                 for item in json.loads(data)["objects"]
             ]
             self._json({"transfer": "basic", "objects": objects})
-        elif path == f"api/models/{REPO}/commit/main":
+        elif path == f"api/models/{repo}/commit/main":
             for line in data.splitlines():
                 entry = json.loads(line)
                 value = entry["value"]
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self.hub.files[value["path"]] = base64.b64decode(value["content"])
                 elif entry["key"] == "lfsFile":
                     self.hub.files[value["path"]] = self.hub.blobs[value["oid"]]
-            self._json({"commitUrl": f"{self.hub.url}/{REPO}/commit/{COMMIT}", "commitOid": COMMIT})
+            self._json({"commitUrl": f"{self.hub.url}/{repo}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
             self._refuse("RepoNotFound")
 

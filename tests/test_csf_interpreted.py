@@ -28,6 +28,26 @@ ENCODE_SHAPES = {"whole words": (1, 16, 40), "half a word left": (2, 48, 22), "s
 SCATTERED_SHAPES = {"pairs": (2, 16, 2), "few columns": (1, 16, 6)}
 
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the tests below skip
+    pass
+else:
+
+    @triton.jit
+    def decode_plane(
+        out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, plane, decode_tile: tl.constexpr,
+        NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, BLOCK: tl.constexpr,
+        BLOCK_X: tl.constexpr,
+    ):  # fmt: skip
+        """One tile, which is all of a small plane, of a plane that a grid would reach only after 2^31 bytes."""
+        decode_tile(
+            out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, plane, tl.program_id(0), 0,
+            NUM_ROWS, NUM_COLS, OFFSET_TILE, 24, BLOCK, BLOCK_X, True,
+        )  # fmt: skip
+
+
 def decode_case(bundle: ModuleType, geometry: tuple[int, int, int], starts: list[int] | None, swizzled: bool) -> None:
     """Decode at an aligned and at two unaligned addresses; the planes that are not active, and the guards, stay."""
     launch = importlib.import_module(f"{bundle.__name__}.csf.decode_triton").launch_decode
@@ -70,7 +90,36 @@ def encode_case(bundle: ModuleType, shape: tuple[int, int, int], scattered: bool
     assert_same(by_bits, words, "exceptions by bits")
 
 
+def far_plane_case(bundle: ModuleType, swizzled: bool) -> None:
+    """The last plane of a stack past 2^31 bytes, of which no more memory is touched than that plane's."""
+    tiles = importlib.import_module(f"{bundle.__name__}.csf.decode_tiles")
+    num_rows, num_cols = 32, 10
+    stack = make_stack([30], num_rows, num_cols, seed=5)
+    scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry)
+    expected = oracle_swizzle(stack.planes)[0] if swizzled else to_numpy(stack.planes).reshape(-1)
+    plane = (1 << 31) // expected.size + 7
+
+    def far(tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """`size` items a plane, not one of them in memory before it is written; the last plane's are `tensor`'s."""
+        memory = torch.empty((plane + 1) * size, dtype=tensor.dtype)
+        memory[-size:] = tensor.view(-1)
+        return memory
+
+    out = torch.empty((plane + 1) * expected.size, dtype=torch.uint8)
+    offsets = torch.empty(plane + 2, dtype=torch.int32)
+    offsets[-2:] = scales.exception_offsets
+    bases, codes = far(scales.bases, num_rows), far(scales.codes, num_rows * num_cols // 2)
+    decode_plane[(1,)](
+        out, bases, codes, scales.exceptions, offsets, plane,
+        tiles.decode_swizzled_tile if swizzled else tiles.decode_row_tile,
+        NUM_ROWS=num_rows, NUM_COLS=num_cols, OFFSET_TILE=1024, BLOCK=4 if swizzled else 64, BLOCK_X=32,
+    )  # fmt: skip
+    assert_same(out[-expected.size :], expected, f"plane {plane} from byte {plane * expected.size}")
+
+
 CASES = {
+    "decode past 2^31 bytes, rows": (far_plane_case, False),
+    "decode past 2^31 bytes, swizzled": (far_plane_case, True),
     **{
         f"decode {'x'.join(map(str, geometry))} {form} {name}": (decode_case, geometry, starts, form == "swizzled")
         for geometry in DECODE_GEOMETRIES

@@ -174,7 +174,7 @@ def _shard_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*.safetensors"))
 
 
-def _size(count: int) -> str:
+def _size(count: float) -> str:
     for unit, digits in (("B", 0), ("kB", 1), ("MB", 1), ("GB", 2)):
         if count < 1000 or unit == "GB":
             return f"{count:,.{digits}f} {unit}"

@@ -49,8 +49,8 @@ def mark_config(
     ModelOpt's becomes MIXED_PRECISION with every NVFP4 module named. compressed-tensors' keeps its method and all it
     says, since its tensors, with globals that are divisors, stay as they are; it gains `quantized_layers`.
     """
-    config = copy.deepcopy(dict(config))
-    quantization = dict(config.get("quantization_config") or {})
+    document = copy.deepcopy(dict(config))
+    quantization = dict(document.get("quantization_config") or {})
     if not quantization and hf_quant_config:
         quantization = {"quant_method": _MODELOPT, **hf_quant_config.get("quantization", {})}
     method = quantization.setdefault("quant_method", _MODELOPT)
@@ -61,8 +61,8 @@ def mark_config(
     else:
         message = f"quant_method {method!r}, expected {_MODELOPT!r} or {_COMPRESSED_TENSORS!r}"
         raise CheckpointError([Fault(CONFIG, None, message)])
-    config["quantization_config"] = quantization
-    return config
+    document["quantization_config"] = quantization
+    return document
 
 
 def mark_hf_quant_config(
@@ -76,10 +76,10 @@ def mark_hf_quant_config(
 
 def quantized_config(config: Mapping[str, Any], nvfp4: Collection[str]) -> dict[str, Any]:
     """config.json of a checkpoint whose modules ``nvfp4``, and no others, were quantized."""
-    config = copy.deepcopy(dict(config))
-    config["quantization_config"] = quantization = {"quant_method": _MODELOPT}
+    document = copy.deepcopy(dict(config))
+    document["quantization_config"] = quantization = {"quant_method": _MODELOPT}
     _mark_modelopt(quantization, (), nvfp4)
-    return config
+    return document
 
 
 def dump_json(document: Mapping[str, Any]) -> bytes:

@@ -149,7 +149,7 @@ class ContentCheck:
             }
             with ExitStack() as stack:
                 reader = stack.enter_context(TensorReader(self.checkpoint))
-                source = self.source and stack.enter_context(TensorReader(self.source))
+                source = None if self.source is None else stack.enter_context(TensorReader(self.source))
                 for batch in batches(own, self.device):
                     self._check_decoding(batch, reader, source)
         except (CheckpointError, OSError) as error:
@@ -201,7 +201,7 @@ class ContentCheck:
                 self.faults.append(Fault(shard, plane.name, "does not decode to the source's bytes"))
             if (
                 source is not None
-                and plane.name in self.source.located
+                and plane.name in source.checkpoint.located
                 and bytes(source.read(plane.name)) != bytes(dense)
             ):
                 self.faults.append(Fault(shard, plane.name, "decoded, it differs from the source"))

@@ -167,7 +167,7 @@ def replace_tensors(
             parts[-1] = (parts[-1][0], info.end)
         else:
             parts.append((info.begin, info.end))
-    entries = []
+    entries: list[NewTensor] = []
     for name, info in header.tensors.items():
         entries += replacements.get(name, [(name, info.dtype, info.shape)])
     return build_header(entries, data_order, header.metadata), parts

@@ -36,7 +36,7 @@ def open_hub_checkpoint(repo_id: str, *, revision: str | None = None) -> Checkpo
     api = HfApi()
     try:
         info = api.model_info(repo_id, revision=revision)
-        files = {sibling.rfilename for sibling in info.siblings}
+        files = {sibling.rfilename for sibling in info.siblings or ()}
         wanted = {CONFIG, f"metadata/{CONFIG}", MANIFEST, CONTRACT} | {f for f in files if f.endswith(INDEX_SUFFIX)}
         root = Path()
         for file in sorted(wanted & files):

@@ -204,7 +204,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
 def check_shard_name(shard: object, file: str) -> str:
     """``shard`` if it names a safetensors file inside the checkpoint, whatever the machine."""
     parts = PurePosixPath(shard).parts if isinstance(shard, str) else ()
-    if not parts or parts[0] == "/" or ".." in parts or "\\" in shard or ":" in shard:
+    if not isinstance(shard, str) or not parts or parts[0] == "/" or ".." in parts or "\\" in shard or ":" in shard:
         raise CheckpointError([Fault(file, None, f"shard {shard!r} is not a path inside the checkpoint")])
     if not shard.endswith(".safetensors"):
         raise CheckpointError([Fault(file, None, f"shard {shard!r} is not a safetensors file")])

@@ -52,7 +52,7 @@ def marked_files(source: Checkpoint, planes: Mapping[str, Plane], compressed: se
     quant = read_json(quant_path, HF_QUANT_CONFIG) if quant_path.exists() else None
     nvfp4 = list(dict.fromkeys(plane.layer_module for plane in planes.values()))
     modules = [module for module in nvfp4 if module in compressed]
-    files = {CONFIG: dump_json(mark_config(source.config, quant, modules, nvfp4))}
+    files = {CONFIG: dump_json(mark_config(source.config or {}, quant, modules, nvfp4))}
     if quant is not None:
         files[HF_QUANT_CONFIG] = dump_json(mark_hf_quant_config(quant, modules, nvfp4))
     return files

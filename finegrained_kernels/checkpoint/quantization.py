@@ -86,7 +86,7 @@ def quantize(
     check_request(jobs, device)
     checkpoint = open_checkpoint(source)
     weights = _select(checkpoint, include, exclude)
-    config = quantized_config(checkpoint.config, list(dict.fromkeys(map(_experts_module, weights))))
+    config = quantized_config(checkpoint.config or {}, list(dict.fromkeys(map(_experts_module, weights))))
     rewritten = (CONFIG, checkpoint.layout.index)
     others = [name for name in other_files(checkpoint) if name not in rewritten]
     known = {*checkpoint.headers, *others, *rewritten}
@@ -144,7 +144,7 @@ class _Quantizing:
     def _new_tensors(self, weight: str) -> list[NewTensor]:
         n, k = self.weights[weight].shape
         module = weight.removesuffix(_WEIGHT)
-        new = [
+        new: list[NewTensor] = [
             (weight, "U8", (n, k // 2)),
             (f"{module}.weight_scale", "F8_E4M3", (n, k // GROUP)),
             (f"{module}.weight_scale_2", "F32", ()),
@@ -153,7 +153,9 @@ class _Quantizing:
 
     def new_index(self) -> dict:
         """The source's index for the new tensors."""
-        index = read_json(self.checkpoint.root / self.checkpoint.layout.index, self.checkpoint.layout.index)
+        name_of_index = self.checkpoint.layout.index
+        assert name_of_index is not None, "a checkpoint of one file has no index"
+        index = read_json(self.checkpoint.root / name_of_index, name_of_index)
         weight_map = {}
         for name, shard in index["weight_map"].items():
             names = [new[0] for new in self._new_tensors(name)] if name in self.weights else [name]
@@ -218,7 +220,9 @@ class _Quantizing:
 
 
 def _experts_module(weight: str) -> str:
-    return split_expert(weight.removesuffix(_WEIGHT))[0]
+    expert = split_expert(weight.removesuffix(_WEIGHT))
+    assert expert is not None, f"{weight} was selected as an expert's"
+    return expert[0]
 
 
 def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> dict[str, TensorInfo]:

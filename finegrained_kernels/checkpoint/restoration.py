@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -135,7 +135,7 @@ class _Restoring:
             file.commit()
 
 
-def _check_complete(records: Sequence[Record], located: Located) -> None:
+def _check_complete(records: Iterable[Record], located: Located) -> None:
     raise_faults(
         Fault(record.file, name, "neither it nor its compressed form is in the checkpoint")
         for record in records

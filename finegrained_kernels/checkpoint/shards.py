@@ -118,7 +118,8 @@ class ShardWork:
         }
         output, parts = replace_tensors(header, replacements)
         components = _components(encoded)
-        return output, [memoryview(output.raw), *(components.get(part, part) for part in parts)]
+        data = (part if isinstance(part, tuple) else components[part] for part in parts)
+        return output, [memoryview(output.raw), *data]
 
     def _encode(self, shard: str, header: Header, fd: int) -> tuple[dict[str, Encoded], dict[str, str]]:
         planes = {name: self.selected[name] for name, _ in header.in_data_order() if name in self.selected}

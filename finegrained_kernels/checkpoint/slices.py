@@ -184,7 +184,7 @@ def _find(
     if projection == GATE_UP:
         if order not in ORDERS:
             raise CheckpointError(f"{GATE_UP} needs an order, one of {', '.join(ORDERS)}; got {order!r}")
-        projections = ORDERS[order]
+        projections: tuple[str, ...] = ORDERS[order]
     elif projection in (GATE, UP, DOWN):
         if order is not None:
             raise CheckpointError(f"order is for {GATE_UP}, got {order!r} with {projection}")

@@ -102,7 +102,7 @@ class Fanout:
             future.result()
 
 
-def checksum(data: memoryview, before: int = 0) -> int:
+def checksum(data: bytes | memoryview, before: int = 0) -> int:
     """CRC-32, which names what has changed; ``before`` is that of the bytes before. SHA-256 of files is the proof."""
     return zlib.crc32(data, before)
 
@@ -116,6 +116,7 @@ class TensorChecksums:
         self._tensors = iter(tensors)
         self._position = 0
         self._name: str | None = None
+        self._begin = self._end = self._value = 0
         self._next()
 
     def update(self, chunk: memoryview) -> None:
@@ -130,13 +131,12 @@ class TensorChecksums:
     def _next(self) -> None:
         if self._name is not None:
             self.checksums[self._name] = self._value
-        self._name, info = next(self._tensors, (None, None))
-        while info is not None and info.nbytes == 0:
-            self.checksums[self._name] = checksum(b"")
-            self._name, info = next(self._tensors, (None, None))
-        if info is not None:
-            self._begin, self._end = info.begin, info.end
-            self._value = checksum(b"")
+        self._name = None
+        for name, info in self._tensors:
+            if info.nbytes:
+                self._name, self._begin, self._end, self._value = name, info.begin, info.end, checksum(b"")
+                return
+            self.checksums[name] = checksum(b"")
 
 
 class Splice:
@@ -166,7 +166,9 @@ class Splice:
     def finish(self) -> None:
         """Send what comes after the source's last range."""
         while self._parts:
-            self._sink(self._parts.popleft())
+            part = self._parts.popleft()
+            assert not isinstance(part, tuple), f"the source ended before its range {part}"
+            self._sink(part)
 
 
 class AtomicFile:

@@ -201,8 +201,8 @@ def _header_differences(checkpoint: Checkpoint, records: list[Record], job: Job)
                 yield Fault(shard, name, message)
         shard = job.shards[record.file]
         header = checkpoint.headers.get(shard)
-        resharded = header is None or header.tensors.keys() != record.expected_tensors().keys()
-        if not resharded and header.metadata != recorded.metadata:
+        here_as_written = header is not None and header.tensors.keys() == record.expected_tensors().keys()
+        if header is not None and here_as_written and header.metadata != recorded.metadata:
             yield Fault(shard, None, "its metadata is not the source's")
 
 

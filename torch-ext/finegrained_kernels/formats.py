@@ -47,7 +47,11 @@ class CSFFormat:
         return self.rows_per_slab * (1 + num_cols * self.code_bits // 8)
 
     def fixed_bytes(self, num_rows: int, num_cols: int) -> int:
-        """Bytes of one plane's fixed stream."""
+        """Bytes of one plane's fixed stream.
+
+        >>> NVFP4_CSF.fixed_bytes(640, 160), 640 * 160
+        (51840, 102400)
+        """
         return num_rows // self.rows_per_slab * self.slab_bytes(num_cols)
 
 

@@ -15,12 +15,24 @@ TILE_SHAPE = (32, 16)
 
 
 def swizzled_shape(num_rows: int, num_cols: int) -> tuple[int, int, int, int]:
-    """Shape of one swizzled plane of `num_rows` x `num_cols` scale bytes."""
+    """Shape of one swizzled plane of `num_rows` x `num_cols` scale bytes.
+
+    >>> swizzled_shape(640, 160)
+    (5, 40, 32, 16)
+    """
     return -(-num_rows // TILE_ROWS), -(-num_cols // TILE_COLS), *TILE_SHAPE
 
 
 def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Swizzled copy [.., ceil(N/128), ceil(C/4), 32, 16] of dense one-byte scales [.., N, C], same dtype."""
+    """Swizzled copy [.., ceil(N/128), ceil(C/4), 32, 16] of dense one-byte scales [.., N, C], same dtype.
+
+    >>> scales = torch.arange(16 * 6, dtype=torch.uint8).view(16, 6)
+    >>> swizzled = swizzle_mx_scales(scales)
+    >>> swizzled.shape
+    torch.Size([1, 2, 32, 16])
+    >>> torch.equal(unswizzle_mx_scales(swizzled, num_rows=16, num_cols=6), scales)
+    True
+    """
     if not isinstance(scales, torch.Tensor):
         raise ValueError(f"scales: expected a tensor, got {type(scales).__name__}")
     if scales.ndim < 2 or scales.element_size() != 1:

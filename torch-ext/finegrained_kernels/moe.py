@@ -13,6 +13,7 @@ Neither the strategy nor dense scales change which GEMMs run or their tiles, so 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Union
 
 import torch
@@ -208,6 +209,7 @@ def moe_forward(
         gate_up_scales, down_scales = _staged_scales(
             experts, expand=expand, expert_start=expert_start, max_active=max_active
         )
+    matmul: Callable[..., torch.Tensor]
     if batched:
         # A row a choice, in the order of the output: the GEMMs need no index but the experts'.
         rows = hidden_states.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, experts.hidden_size)

@@ -131,6 +131,14 @@ def prepare_nvfp4_csf_scales(
             above the one before it. Names the tensor and the place. Nothing is returned.
 
     Source: docs/format.md, "One compressed plane". One host sync on a GPU, for the verdict.
+
+    >>> fixed = torch.tensor([100] * 16 + [0x10] * 16, dtype=torch.uint8)  # 16 rows: base 100, codes 0 and 1
+    >>> exceptions = torch.tensor([7 << 24 | 3], dtype=torch.int32)  # row 1, column 1 is 7
+    >>> scales = prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=16, num_cols=2)
+    >>> scales.shape, scales.nbytes
+    ((1, 16, 2), 44)
+    >>> scales.to_wire()[1][0].tolist() == exceptions.tolist()
+    True
     """
     NVFP4_CSF.check_plane(num_rows, num_cols)
     num_rows, num_cols = int(num_rows), int(num_cols)
@@ -177,7 +185,7 @@ def _gather_wire(
     `slabs` is the shape of one plane's stream, `[slabs, bytes a slab]`, which may also come flat.
     """
     if isinstance(exceptions, torch.Tensor):
-        fixed, exceptions = [fixed], [exceptions]
+        fixed, exceptions = [fixed], [exceptions]  # type: ignore[list-item]  # whatever it is, it is checked below
     for name, tensors in (("fixed", fixed), ("exceptions", exceptions)):
         if not isinstance(tensors, (torch.Tensor, list, tuple)) or not getattr(tensors, "ndim", 1):
             raise ValueError(f"{name} must be a list of one tensor a plane, got {type(tensors).__name__}")
@@ -189,7 +197,7 @@ def _gather_wire(
         _check_tensors("fixed", [fixed], _BYTES, [(len(fixed), *flat), (len(fixed), *slabs)], device)
         stream = fixed.reshape(len(fixed), -1)
     else:
-        device = getattr(fixed[0], "device", None)
+        device = getattr(fixed[0], "device", None)  # type: ignore[assignment]  # what is no tensor is refused below
         _check_tensors("fixed", fixed, _BYTES, [flat, slabs], device)
         stream = torch.stack([plane.reshape(-1) for plane in fixed])
     _check_tensors("exceptions", exceptions, _WORDS, None, device)

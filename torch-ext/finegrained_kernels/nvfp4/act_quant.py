@@ -70,7 +70,7 @@ def expand_rows_kernel(packed_ptr, scales_ptr, operand_ptr, K, BLOCK_K: tl.const
 
 def quantize_rows(
     x: torch.Tensor, global_scale: torch.Tensor | None, row_index: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(packed [.., K/2], scales [.., K/16], row globals [.., 1]) of `x` [.., K], or of the rows of [M, K] that
     `row_index` names; the globals are empty when one was given."""
     lead, depth = x.shape[:-1] if row_index is None else row_index.shape, x.shape[-1]

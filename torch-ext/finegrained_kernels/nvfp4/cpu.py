@@ -57,7 +57,7 @@ def expert_product(gemm: Gemm, expert: int, sources: torch.Tensor) -> torch.Tens
     product = a @ expand(gemm.b[expert], expert_scales(gemm, expert)).T
     halves = product.unflatten(-1, (gemm.b_global.shape[1], -1)) * gemm.b_global[expert].unsqueeze(-1)
     halves = halves * a_global.unsqueeze(-1)
-    return gated(*halves.unbind(1), gemm.alpha, gemm.limit) if gemm.gate else halves[:, 0]
+    return gated(halves[:, 0], halves[:, 1], gemm.alpha, gemm.limit) if gemm.gate else halves[:, 0]
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float | None) -> torch.Tensor:

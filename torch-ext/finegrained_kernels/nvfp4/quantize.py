@@ -121,7 +121,9 @@ def nvfp4_act_quant(
     return packed, scales, row_global if a_global_scale is None else a_global_scale
 
 
-def _act_quant_on_device(x: torch.Tensor, a_global_scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _act_quant_on_device(
+    x: torch.Tensor, a_global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(packed, scales, row globals [.., 1]); the last is empty when a global was given."""
     if x.device.type != "cpu":
         from .act_quant import quantize_rows  # Triton may be absent where only the CPU is used

@@ -35,7 +35,11 @@ def e4m3_values(device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """Codes (uint8 0..15) [.., K] of packed bytes [.., K/2]: the low nibble is the even k."""
+    """Codes (uint8 0..15) [.., K] of packed bytes [.., K/2]: the low nibble is the even k.
+
+    >>> e2m1_values()[unpack_e2m1(torch.tensor([0x72, 0xA1], dtype=torch.uint8)).long()].tolist()
+    [1.0, 6.0, 0.5, -1.0]
+    """
     byte = packed.view(torch.uint8)
     return torch.stack([byte & 15, byte >> 4], dim=-1).flatten(-2)
 

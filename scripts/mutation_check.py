@@ -1,0 +1,229 @@
+"""Puts deliberate faults into copies of the tree, one at a time, and expects tests to fail.
+
+    python scripts/mutation_check.py [--only TEXT]
+
+A fault is an exact replacement of text; one whose text is gone stops the check, so that it cannot pass by doing
+nothing. The same tests pass first on a copy without a fault. No GPU is needed: kernels run interpreted, or are read as
+they were compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("finegrained_kernels", "torch-ext", "scripts", "tests", "docs", "build.toml", "pyproject.toml")
+IGNORED = shutil.ignore_patterns("__pycache__", "_bundle")
+TESTS_PASSED, TESTS_FAILED = 0, 1
+"""pytest's exit status; any other is neither."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Replacing `before`, which `path` has once, by `after` must make one of `tests` (pytest's arguments) fail."""
+
+    name: str
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+CSF = "torch-ext/finegrained_kernels/csf"
+CODEC = ("tests/test_csf_codec.py",)
+INTERPRETED = ("tests/test_csf_interpreted.py",)
+
+FAULTS = [
+    Fault(
+        "wrong nibble order (CPU)",
+        f"{CSF}/decode.py",
+        "    pairs |= pairs << 4\n    pairs &= 0x0F0F\n",
+        "    pairs = (pairs >> 4) | (pairs & 0x0F) << 8\n",
+        CODEC,
+    ),
+    Fault(
+        "wrong nibble order (kernel)",
+        f"{CSF}/decode_tiles.py",
+        "    x = (x | (x << 4)) & 0x0F0F0F0F0F0F0F0F\n",
+        "    x = ((x << 8) | (x >> 4)) & 0x0F0F0F0F0F0F0F0F\n",
+        INTERPRETED,
+    ),
+    Fault(
+        "wrong nibble order (weights)",
+        "torch-ext/finegrained_kernels/nvfp4/reference.py",
+        "torch.stack([byte & 15, byte >> 4], dim=-1)",
+        "torch.stack([byte >> 4, byte & 15], dim=-1)",
+        ("tests/test_moe.py", "-k", "test_weight_only_forward and cpu"),
+    ),
+    Fault(
+        "off-by-one base (encoder)",
+        f"{CSF}/encode.py",
+        "num_windows - 1 - ranked % num_windows",
+        "(num_windows - ranked % num_windows).clamp(max=num_windows - 1)",
+        CODEC,
+    ),
+    Fault(
+        "off-by-one base (kernel)",
+        f"{CSF}/decode_tiles.py",
+        "        x += base * 0x0101010101010101\n",
+        "        x += (base + 1) * 0x0101010101010101\n",
+        INTERPRETED,
+    ),
+    Fault(
+        "dropped last exception (CPU)",
+        f"{CSF}/decode.py",
+        "    planes.view(-1)[positions] = (words >> NVFP4_CSF.position_bits).to(torch.uint8)\n",
+        "    planes.view(-1)[positions[:-1]] = (words >> NVFP4_CSF.position_bits).to(torch.uint8)[:-1]\n",
+        CODEC,
+    ),
+    Fault(
+        "dropped last exception (kernel)",
+        f"{CSF}/decode_tiles.py",
+        "    tl.debug_barrier()\n    store_exceptions(out_ptr, words, offs_x < x_end, first",
+        "    tl.debug_barrier()\n    store_exceptions(out_ptr, words, offs_x < x_end - 1, first",
+        INTERPRETED,
+    ),
+    Fault(
+        "missed barrier (rows)",
+        f"{CSF}/decode_tiles.py",
+        "    tl.debug_barrier()\n    store_exceptions(",
+        "    store_exceptions(",
+        ("tests/test_csf_barrier.py",),
+    ),
+    Fault(
+        "missed barrier (swizzled)",
+        f"{CSF}/decode_tiles.py",
+        "    tl.debug_barrier()\n    for i_x in",
+        "    for i_x in",
+        ("tests/test_csf_barrier.py",),
+    ),
+    Fault(
+        "ignored expert_start (CPU)",
+        f"{CSF}/decode.py",
+        "for plane in (starts[1:] > starts[:-1]).nonzero().view(-1).tolist()]",
+        "for plane in range(num_planes)]",
+        ("tests/test_csf_workspace.py",),
+    ),
+    Fault(
+        "ignored expert_start (kernel)",
+        f"{CSF}/decode_triton.py",
+        "            active = (end > begin).to(tl.int32)\n",
+        "            active = (mask & (end >= begin)).to(tl.int32)\n",
+        INTERPRETED,
+    ),
+    Fault(
+        "swapped gate and up (CPU)",
+        "torch-ext/finegrained_kernels/nvfp4/cpu.py",
+        "gated(halves[:, 0], halves[:, 1], gemm.alpha",
+        "gated(halves[:, 1], halves[:, 0], gemm.alpha",
+        ("tests/test_nvfp4_gemm.py",),
+    ),
+    Fault(
+        "swapped gate and up (slices of a checkpoint)",
+        "finegrained_kernels/checkpoint/slices.py",
+        '"gate_up": (GATE, UP)',
+        '"gate_up": (UP, GATE)',
+        ("tests/test_checkpoint_slices.py",),
+    ),
+    Fault(
+        "divisor taken for multiplier",
+        "finegrained_kernels/checkpoint/slices.py",
+        "torch.where(divisors, 1 / stored, stored)",
+        "torch.where(divisors, stored, stored)",
+        ("tests/test_checkpoint_slices.py",),
+    ),
+    Fault(
+        "unsorted exceptions accepted",
+        f"{CSF}/scales.py",
+        "            (keys[1:] <= keys[:-1]).any(),\n",
+        "            (keys[1:] == keys[:-1]).any(),\n",
+        CODEC,
+    ),
+    Fault(
+        "int32 overflow (rows)",
+        f"{CSF}/decode_tiles.py",
+        "    plane = plane.to(tl.int64)\n    out_ptr += plane * PLANE_BYTES\n",
+        "    out_ptr += plane * PLANE_BYTES\n",
+        INTERPRETED,
+    ),
+    Fault(
+        "int32 overflow (swizzled)",
+        f"{CSF}/decode_tiles.py",
+        "    plane = plane.to(tl.int64)\n    out_ptr += plane * (ROW_TILES",
+        "    out_ptr += plane * (ROW_TILES",
+        INTERPRETED,
+    ),
+    Fault(
+        "stale workspace",
+        "torch-ext/finegrained_kernels/moe.py",
+        "        if expand:\n",
+        "        if expand and workspace is None:\n",
+        ("tests/test_moe.py", "-k", "test_only_routed_experts_are_decoded and cpu"),
+    ),
+]
+
+
+def faulty_tree(fault: Fault | None, directory: Path) -> Path:
+    """A copy of what tests need, with the fault in it."""
+    tree = directory / "tree"
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=IGNORED)
+        else:
+            tree.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    if fault is not None:
+        text = (tree / fault.path).read_text()
+        if text.count(fault.before) != 1:
+            raise SystemExit(
+                f"{fault.name}: {fault.path} has {text.count(fault.before)} x this, expected one:\n{fault.before}"
+            )
+        (tree / fault.path).write_text(text.replace(fault.before, fault.after))
+    return tree
+
+
+def run_tests(fault: Fault | None, tests: tuple[str, ...]) -> tuple[int, str]:
+    """pytest's exit status, and the first test that failed, or what it said last."""
+    with tempfile.TemporaryDirectory() as directory:
+        tree = faulty_tree(fault, Path(directory))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
+        result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    lines = result.stdout.strip().splitlines() or result.stderr.strip().splitlines() or [""]
+    failed = [line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return result.returncode, (failed or lines[-1:])[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="faults whose name contains this")
+    only = parser.parse_args().only
+    faults = [fault for fault in FAULTS if only in fault.name]
+    for fault in faults:
+        with tempfile.TemporaryDirectory() as directory:
+            faulty_tree(fault, Path(directory))  # all texts are there, before anything takes time
+    for tests in dict.fromkeys(fault.tests for fault in faults):
+        status, last = run_tests(None, tests)
+        if status != TESTS_PASSED:
+            print(f"without a fault, {' '.join(tests)} should pass: {last}")
+            return 1
+    missed = 0
+    for fault in faults:
+        begin = time.perf_counter()
+        status, found_by = run_tests(fault, fault.tests)
+        found = status == TESTS_FAILED
+        missed += not found
+        verdict = f"found by {found_by}" if found else f"NOT FOUND (pytest's status {status}): {found_by}"
+        print(f"{fault.name:44} {time.perf_counter() - begin:5.1f} s  {verdict}", flush=True)
+    print(f"{len(faults)} faults, {missed} not found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

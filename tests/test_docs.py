@@ -1,0 +1,171 @@
+"""Every command and every Python block of the documents runs, as a reader would type it, in a directory of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoints
+from conftest import REPO_ID, ROOT
+from hub import Hub, Repository
+from test_checkpoint_hub import ModelHub
+
+DOCUMENTS = ["README.md", "CARD.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_COMMANDS = {"", "text", "plane", "fixed", "exceptions"}
+"""Fences of diagrams, and of the worked example in docs/format.md, which tests/test_csf_codec.py reads."""
+
+SHELL, PYTHON = {"bash", "sh", "console"}, {"python"}
+
+EXPERTS, LAYER = 128, 3
+"""What the Python of docs/checkpoints.md slices."""
+
+
+def blocks(document: str, languages: set[str]) -> list[str]:
+    return [body for language, body in FENCE.findall((ROOT / document).read_text()) if language in languages]
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for document in sorted(DOCUMENTS):
+        for block in blocks(document, SHELL):
+            for line in block.replace("\\\n", "").splitlines():
+                if line.strip() and not line.startswith("#"):
+                    yield document, line
+
+
+MAKE = [(document, line) for document, line in commands() if line.startswith("make ")]
+
+
+def bf16_model(root: Path) -> None:
+    """One expert layer in BF16, small rows of many experts."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.randn(16, 64, generator=generator).bfloat16()}
+    for expert in range(EXPERTS):
+        for name, shape in (("gate_proj", (64, 128)), ("up_proj", (64, 128)), ("down_proj", (128, 64))):
+            weight = torch.randn(shape, generator=generator).bfloat16()
+            tensors[f"model.layers.{LAYER}.mlp.experts.{expert}.{name}.weight"] = weight
+    checkpoints.write_checkpoint(root, tensors, checkpoints.CONFIG)
+
+
+class Reader:
+    """Runs what a reader of one document runs, in a directory that holds the checkpoints the documents speak of."""
+
+    def __init__(self, home: Path, bundle_dir: Path, **environment: str) -> None:
+        self.home = home
+        bin_dir = home / "bin"
+        bin_dir.mkdir()
+        for name, module in (("python", ""), ("finegrained-kernels", " -m finegrained_kernels.cli")):
+            (bin_dir / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
+            (bin_dir / name).chmod(0o755)
+        hidden = ("HF_", "HUGGING", "LOCAL_KERNELS", "KERNELS_")
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        self.environment |= {
+            "PATH": f"{bin_dir}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HF_HOME": str(home / "hf"),
+            "LOCAL_KERNELS": f"{REPO_ID}={bundle_dir}",
+            **environment,
+        }
+
+    def run(self, *command: str) -> str:
+        result = subprocess.run(command, cwd=self.home, env=self.environment, capture_output=True, text=True)
+        assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
+        return result.stdout
+
+
+def test_every_block_is_of_a_known_kind():
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        languages = {language for language, _ in FENCE.findall(text)}
+        assert languages <= NOT_COMMANDS | SHELL | PYTHON, document
+        assert len(re.findall("^```", text, re.MULTILINE)) == 2 * len(FENCE.findall(text)), document
+        assert not re.search(r"^ {4,}(make|python|pip|finegrained-kernels) ", text, re.MULTILINE), document
+
+
+def test_readme_begins_with_the_commands_that_ci_runs():
+    first, second = [line for document, line in commands() if document == "README.md"][:2]
+    assert (first, second) == ("make demo", "make test")
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "make coverage" in ci  # the same tests, with their lines counted
+
+
+@pytest.mark.parametrize(("document", "line"), MAKE, ids=[f"{document}: {line}" for document, line in MAKE])
+def test_make_knows_the_target(document, line):
+    """Make targets are not run from within `make test`: CI runs `test`, tests/test_demo.py what `demo` runs."""
+    result = subprocess.run([*line.partition("#")[0].split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_readme_commands(bundle_dir, tmp_path):
+    lines = [line for document, line in commands() if document == "README.md" and not line.startswith("make ")]
+    assert [line.split()[:2] for line in lines][:3] == [
+        ["finegrained-kernels", name] for name in ("compress", "verify", "restore")
+    ]
+    source = checkpoints.random_moe(hidden=256, inter=128)
+    checkpoints.write_checkpoint(tmp_path / "SRC", source, checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer)
+    with Hub({REPO_ID: Repository(bundle_dir.parent)}) as hub:
+        reader = Reader(tmp_path, bundle_dir, HF_ENDPOINT=hub.url)
+        for line in lines:
+            reader.run("bash", "-c", line)
+    assert checkpoints.tree(tmp_path / "OUT") == checkpoints.tree(tmp_path / "SRC")
+    del reader.environment["LOCAL_KERNELS"]
+    reader.environment["HF_HUB_OFFLINE"] = "1"
+    found = reader.run("python", "-c", f"import kernels; print(kernels.get_kernel({REPO_ID!r}, version=1).__file__)")
+    assert found.startswith(str(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("document", ["README.md", "CARD.md"])
+def test_python_blocks(bundle_dir, tmp_path, document):
+    code = blocks(document, PYTHON)
+    assert code
+    Reader(tmp_path, bundle_dir).run("python", "-c", "\n".join(code))
+
+
+def test_checkpoints_document(bundle_dir, tmp_path):
+    """Its commands in their order, against a hub on the loopback, then its Python, on the CPU where there is no GPU."""
+    bf16_model(tmp_path / "model-bf16")
+    lines = [line for document, line in commands() if document == "docs/checkpoints.md"]
+    assert {line.split()[1] for line in lines} == {"compress", "verify", "inspect", "restore", "push", "quantize"}
+    with ModelHub("org/model-nvfp4-csf") as hub:
+        reader = Reader(tmp_path, bundle_dir, HF_ENDPOINT=hub.url, HF_TOKEN="hf_test", HF_HUB_DISABLE_XET="1")
+        for line in lines:
+            reader.run("bash", "-c", line)
+    assert checkpoints.tree(tmp_path / "model-nvfp4-again") == checkpoints.tree(tmp_path / "model-nvfp4")
+    assert "model.safetensors" in hub.files
+    code = "\n".join(blocks("docs/checkpoints.md", PYTHON))
+    if not torch.cuda.is_available():
+        code = code.replace('device="cuda"', 'device="cpu"')
+    shapes = reader.run("python", "-c", f"{code}\nprint(scales.shape, tuple(global_scales.shape))").strip()
+    assert shapes == f"({EXPERTS}, 32, 8) ({EXPERTS}, 2)"
+
+
+def test_commands_are_run_by_some_test():
+    tested = {"README.md", "docs/checkpoints.md"}
+    assert {document for document, line in commands() if not line.startswith("make ")} <= tested
+    assert {document for document in DOCUMENTS if blocks(document, PYTHON)} <= tested | {"CARD.md"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (path.parent / target.partition("#")[0]).exists(), f"{document}: {target}"
+
+
+def test_card_has_what_the_hub_reads():
+    from huggingface_hub import ModelCard
+    from markdown_it import MarkdownIt
+
+    card = ModelCard((ROOT / "CARD.md").read_text())
+    assert (card.data.library_name, card.data.license) == ("kernels", "apache-2.0")
+    page = MarkdownIt().enable("table").render(card.text)
+    assert (page.count("<h1>"), page.count("<table>"), page.count('<code class="language-python">')) == (1, 1, 1)
+    assert "|" not in re.sub("<pre>.*?</pre>", "", page, flags=re.DOTALL)

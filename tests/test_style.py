@@ -1,0 +1,62 @@
+"""What linters do not check: sizes, star imports anywhere, options by environment variable, and what CI runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+FOLDERS = ("benchmarks", "finegrained_kernels", "scripts", "tests", "torch-ext")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if "_bundle" not in path.parts)
+MAX_LINES = 500
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+with_workflows = pytest.mark.skipif(not WORKFLOWS, reason="needs .github/workflows, which a source distribution lacks")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_are_short_and_import_names(path: Path):
+    text = path.read_text()
+    assert text.count("\n") <= MAX_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            assert all(name.name != "*" for name in node.names), f"line {node.lineno}: a star import"
+
+
+def test_the_bundle_has_no_options_in_the_environment():
+    for path in (ROOT / "torch-ext").rglob("*.py"):
+        assert not re.search(r"\bos\.(environ|getenv)", path.read_text()), path
+
+
+def steps(workflow: Path) -> list[str]:
+    """The commands of its `run:` steps, in YAML's two forms, without a YAML reader."""
+    text = workflow.read_text()
+    blocks = re.findall(r"^( *)(?:- )?run: \|\n((?:\1 +.*\n|\n)+)", text, re.MULTILINE)
+    return re.findall(r"run: (?!\|)(.+)", text) + [block for _, block in blocks]
+
+
+@with_workflows
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_what_workflows_run_is_shell_that_exists(path: Path):
+    found = steps(path)
+    assert len(found) == len(re.findall(r"\brun:", path.read_text()))
+    makefile = (ROOT / "Makefile").read_text()
+    for command in found:
+        shell = re.sub(r"\$\{\{.*?\}\}", "x", command)
+        assert subprocess.run(["bash", "-n", "-c", shell], capture_output=True).returncode == 0, command
+        for target in re.findall(r"\bmake (\w+)", command):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+        for script in re.findall(r"(?:scripts|benchmarks|tests)/[\w./]+\.py", command):
+            assert (ROOT / script).exists(), script
+
+
+@with_workflows
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_may_only_read_unless_a_job_says_otherwise(path: Path):
+    text = path.read_text()
+    assert "\npermissions:\n  contents: read\n" in text
+    assert text.count("timeout-minutes:") == text.count("runs-on:")
