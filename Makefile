@@ -24,7 +24,7 @@ demo: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) -m finegrained_kernels.demo
 
 test: bundle
-	$(VENV_PYTHON) -m pytest -q tests
+	$(VENV_PYTHON) -m pytest -q tests $(PYTEST)
 
 # What reads the code without running it, and the API pages.
 check: $(CHECKED) docs
@@ -39,8 +39,8 @@ docs: bundle $(CHECKED)
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/build_docs.py
 
 # `make test`, with the lines counted that it runs: also in the processes that tests start, Triton's interpreter too.
-coverage: bundle
-	$(VENV_PYTHON) -m pytest -q tests --cov --cov-report=term --cov-fail-under=90
+coverage: PYTEST = --cov --cov-report=term --cov-fail-under=90
+coverage: test
 
 compile: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/compile_kernels.py
