@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import cdiv, on_device
+from .device import cdiv
+from .launching import bind
 
 BLOCK_N = 1024
 
@@ -36,9 +37,8 @@ def weighted_reduce_on_gpu(
     num_cols = rows.shape[1]
     out = rows.new_empty(num_tokens, num_cols)
     if out.numel():
-        with on_device(rows.device):
-            weighted_reduce_kernel[(num_tokens, cdiv(num_cols, BLOCK_N))](
-                rows.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous(), out, num_experts, num_cols,
-                TOP_K=top_k, BLOCK=BLOCK_N,
-            )  # fmt: skip
+        bind(weighted_reduce_kernel, TOP_K=top_k, BLOCK=BLOCK_N)(
+            (num_tokens, cdiv(num_cols, BLOCK_N)),
+            rows.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous(), out, num_experts, num_cols,
+        )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import on_device
+from .launching import bind
 
 MAX_ROWS = 4096
 MAX_KEY = 1 << 31
@@ -65,16 +65,7 @@ def schedule_on_gpu(ids: torch.Tensor, num_experts: int, top_k: int) -> tuple[to
         torch.empty(size, dtype=torch.int32, device=ids.device) for size in (num_experts + 1, num_rows, num_rows)
     )
     grid = triton.cdiv(num_rows, BLOCK_I) + triton.cdiv(num_experts + 1, BLOCK_I)
-    with on_device(ids.device):
-        schedule_kernel[(grid,)](
-            ids.contiguous(),
-            expert_start,
-            gather_idx,
-            scatter_idx,
-            num_rows,
-            num_experts,
-            top_k,
-            BLOCK_I=BLOCK_I,
-            BLOCK_J=BLOCK_J,
-        )
+    bind(schedule_kernel, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J)(
+        (grid,), ids.contiguous(), expert_start, gather_idx, scatter_idx, num_rows, num_experts, top_k
+    )
     return expert_start, gather_idx, scatter_idx

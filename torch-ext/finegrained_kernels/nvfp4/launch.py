@@ -11,6 +11,7 @@ import triton.language as tl
 from ..csf.decode import decompress_nvfp4_csf_scales
 from ..csf.scales import NVFP4CSFScales
 from ..device import cdiv, next_power_of_2, num_sms, on_device
+from ..launching import bind
 from .act_quant import expanded_operands, quantize_rows, quantized_operands
 from .arguments import Gemm, fault
 from .configs import Config, choose_config, reads_compressed, scaled_tile
@@ -178,10 +179,11 @@ def scale_operands(scales: torch.Tensor | NVFP4CSFScales) -> tuple[torch.Tensor,
 
 
 def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments: tuple, constants: dict):
-    """Launch on tensor cores; returns the compiled kernel, whose registers and shared memory a tuner reads."""
+    """Launch on tensor cores. With a `config` of the caller's, a tuner's, returns the compiled kernel."""
     from .mma_gemm import nvfp4_gemm_kernel  # Gluon exists for NVIDIA builds of Triton
     from .wgmma_gemm import nvfp4_wgmma_kernel, permute_tokens
 
+    is_tuning = config is not None
     if config is None:
         rows = gemm.num_rows if gemm.expert_ids is None else min(gemm.num_rows, gemm.num_experts)  # a row, a tile
         compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
@@ -192,11 +194,11 @@ def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments:
     if config.warpgroup:
         operands = permute_tokens(operands, groups)
     kernel = nvfp4_wgmma_kernel if config.warpgroup else nvfp4_gemm_kernel
-    return kernel[(grid,)](
-        operands, x_global, gemm.b.view(torch.int64), scale_operands(gemm.b_scales), *arguments, **constants,
-        BLOCK_N=config.block_n, GROUPS=groups, BLOCK_T=config.block_t, STAGES=config.num_stages,
-        num_warps=config.num_warps,
-    )  # fmt: skip
+    constants |= {"BLOCK_N": config.block_n, "GROUPS": groups, "BLOCK_T": config.block_t, "STAGES": config.num_stages}
+    arguments = (operands, x_global, gemm.b.view(torch.int64), scale_operands(gemm.b_scales), *arguments)
+    if is_tuning:
+        return kernel[(grid,)](*arguments, **constants, num_warps=config.num_warps)
+    return bind(kernel, **constants, num_warps=config.num_warps)((grid,), *arguments)
 
 
 def max_row_tiles(gemm: Gemm, block_t: int) -> int:

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ..launching import bind
 from .csf_strip import (
     STRIP_LIMIT,
     decode_strip,
@@ -63,7 +64,7 @@ def permute_tokens(x: torch.Tensor, groups: int) -> torch.Tensor:
     chunks = triton.cdiv(x.shape[1], 16 * groups)
     out = x.new_empty(x.shape[0], chunks, 8, 2 * groups)
     grid = (triton.cdiv(out.numel(), PERMUTE_BLOCK),)
-    permute_tokens_kernel[grid](x, out, x.shape[0], K=x.shape[1], GROUPS=groups, BLOCK=PERMUTE_BLOCK)
+    bind(permute_tokens_kernel, K=x.shape[1], GROUPS=groups, BLOCK=PERMUTE_BLOCK)(grid, x, out, x.shape[0])
     return out
 
 
