@@ -259,16 +259,21 @@ def nvfp4_wgmma_kernel(
         exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
         decode_strip(strip, scales, (windows, exceptions), ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
     for index in range(pid, row_tiles * N_TILES, gl.num_programs(0)):
-        following = find_tile(
-            index + gl.num_programs(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts,
-            N_TILES, BLOCK_T,
-        )  # fmt: skip
+        following = tile
         next_ranges = ()
         next_windows = ()
         if COMPRESSED:
+            following = find_tile(
+                index + gl.num_programs(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts,
+                N_TILES, BLOCK_T,
+            )  # fmt: skip
             source = clamped(following, num_experts)
             next_ranges = exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N)
             next_windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
+        else:
+            tile = find_tile(
+                index, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
+            )
         is_small = tile[2] - tile[1] <= BLOCK_T // 4
         for part in gl.static_range(1, 5, 3):
             if is_small == (part == 4):
