@@ -69,12 +69,6 @@ def multiply_chunk(acc, words, scale_pairs, x, BLOCK_N: gl.constexpr, BLOCK_T: g
 
 
 @gluon.jit
-def share(program, num_tiles):
-    """The first tile of a program: equal runs of neighbours, which have their expert and rows in common."""
-    return (program.to(gl.int64) * num_tiles // gl.num_programs(0)).to(gl.int32)
-
-
-@gluon.jit
 def start_copies(
     x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
@@ -163,39 +157,29 @@ def nvfp4_gemm_kernel(
 
     tokens = gl.arange(0, 4 * BLOCK_T, gl.SliceLayout(1, copy_layout(4 * GROUPS, 8, W))) // 4
     num_tiles = row_tiles * N_TILES
-    begin = share(gl.program_id(0), num_tiles)
-    end = share(gl.program_id(0) + 1, num_tiles)
-    tile = find_tile(begin, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T)
-    sources = source_rows(tokens, gather_ptr, tile, num_sources)
-    SLICED: gl.constexpr = COLS != K // 16
-    ranges = () if SLICED else exception_ranges(scales, tile, num_experts, N, K // 16, GATE, BLOCK_N)
-    for index in range(begin, end):
+    tile = find_tile(
+        gl.program_id(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
+    )
+    ranges = exception_ranges(scales, tile, num_experts, N, K // 16, GATE, BLOCK_N)
+    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        sources = source_rows(tokens, gather_ptr, tile, num_sources)
         held = ()
-        places = ranges
-        if SLICED:  # its slices are loaded one by one
-            places = exception_ranges(scales, tile, num_experts, N, K // 16, GATE, BLOCK_N)
-        else:
+        if COLS == K // 16:  # or else a slice at a time
             held = load_scales(scales, clamped(tile, num_experts), ranges, 0, N, COLS, COLS, GATE, BLOCK_N)
         if tile[0] < num_experts:
             start_copies(
                 x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
                 N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
             )  # fmt: skip
-        following = (tile[0], tile[1], tile[2], tile[3] + 1)
-        following_sources = sources
-        if following[3] == N_TILES:
-            following = find_tile(
-                gl.minimum(index + 1, num_tiles - 1), tile_ends, expert_start_ptr, expert_ids_ptr,
-                num_rows, num_experts, N_TILES, BLOCK_T,
-            )  # fmt: skip
-            following_sources = source_rows(tokens, gather_ptr, following, num_sources)
-        following_ranges = ranges
-        if not SLICED:
-            following_ranges = exception_ranges(scales, following, num_experts, N, K // 16, GATE, BLOCK_N)
+        following = find_tile(
+            gl.minimum(index + gl.num_programs(0), num_tiles - 1), tile_ends, expert_start_ptr, expert_ids_ptr,
+            num_rows, num_experts, N_TILES, BLOCK_T,
+        )  # fmt: skip
+        following_ranges = exception_ranges(scales, following, num_experts, N, K // 16, GATE, BLOCK_N)
         acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, mma_layout(W))
         if tile[0] < num_experts:
             acc = multiply(
-                acc, x_ptr, w_ptr, scales, sources, tile, places, held, smem, x_smem, strip,
+                acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
                 N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
             )  # fmt: skip
         store_tile(
@@ -204,5 +188,4 @@ def nvfp4_gemm_kernel(
             N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW, ROUNDED,
         )  # fmt: skip
         tile = following
-        sources = following_sources
         ranges = following_ranges

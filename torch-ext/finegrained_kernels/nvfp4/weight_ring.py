@@ -1,6 +1,6 @@
 """What the tensor-core GEMMs share: which tile is next, and the ring of shared memory that its chunks arrive in.
 
-Tiles of one row tile are neighbours.
+Every program walks tiles pid, pid + programs, ..; tiles of one row tile are neighbours.
 Rows of no expert form one more group, of an expert with no weights.
 """
 
