@@ -64,7 +64,12 @@ def strip_stride(cols: int, groups: int) -> int:
 def strip_bytes(config: Config, depth: int) -> int:
     """Shared memory of a tile's decoded scales (csf_strip.py)."""
     groups, cols = config.block_k // 16, depth // 16
-    return config.block_n * strip_stride(cols if config.warpgroup else strip_cols(cols, groups), groups)
+    return declared_bytes(config.block_n, cols if config.warpgroup else strip_cols(cols, groups), groups)
+
+
+def declared_bytes(rows: int, cols: int, groups: int) -> int:
+    """Of a strip: whole KB, since Triton's own shared memory follows it, and warpgroup operands are aligned to 1 KB."""
+    return -(-rows * strip_stride(cols, groups) // 1024) * 1024
 
 
 def reads_compressed(depth: int) -> bool:
@@ -81,10 +86,12 @@ def with_strip(config: Config, depth: int) -> Config:
         if config.warpgroup and config.block_n == 64:
             config = Config(64, 128, min(config.block_t, 32), num_warps=4, num_stages=3, programs_per_sm=3)
         else:
-            warps = max(4, config.num_warps // 2) if config.warpgroup else config.num_warps
-            config = replace(config, block_n=config.block_n // 2, num_warps=warps)
+            rows = config.block_n // 2
+            warps = max(4, config.num_warps // 2) if config.warpgroup else min(config.num_warps, rows // 16)
+            config = replace(config, block_n=rows, num_warps=warps)
     stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
-    while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + strip_bytes(config, depth):
+    rest = config.block_n * config.block_t * 4 + strip_bytes(config, depth)  # with what storing a tile takes
+    while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + rest:
         config = replace(config, num_stages=config.num_stages + 1)
     return config
 
