@@ -64,12 +64,12 @@ def strip_stride(cols: int, groups: int) -> int:
 def strip_bytes(config: Config, depth: int) -> int:
     """Shared memory of a tile's decoded scales (csf_strip.py)."""
     groups, cols = config.block_k // 16, depth // 16
-    return declared_bytes(config.block_n, cols if config.warpgroup else strip_cols(cols, groups), groups)
+    return whole_kb(config.block_n * strip_stride(cols if config.warpgroup else strip_cols(cols, groups), groups))
 
 
-def declared_bytes(rows: int, cols: int, groups: int) -> int:
-    """Of a strip: whole KB, since Triton's own shared memory follows it, and warpgroup operands are aligned to 1 KB."""
-    return -(-rows * strip_stride(cols, groups) // 1024) * 1024
+def whole_kb(num_bytes: int) -> int:
+    """What a strip declares: Triton's shared memory follows it, and warpgroup operands there are aligned to 1 KB."""
+    return -(-num_bytes // 1024) * 1024
 
 
 def reads_compressed(depth: int) -> bool:

@@ -20,7 +20,7 @@ from .tiles import barrier, group_layout
 STRIP_LIMIT = gl.constexpr(configs.MAX_STRIP_BYTES)
 strip_cols = gluon.constexpr_function(configs.strip_cols)
 strip_stride = gluon.constexpr_function(configs.strip_stride)
-declared_bytes = gluon.constexpr_function(configs.declared_bytes)
+whole_kb = gluon.constexpr_function(configs.whole_kb)
 
 OFFSET_TILE = gl.constexpr(1024)
 """Scale bytes between two exception offsets (csf/scales.py)."""
@@ -99,7 +99,7 @@ def call(asm: gl.constexpr, constraints: gl.constexpr, operands):
 @gluon.jit
 def new_strip(num_rows, BLOCK_N: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.constexpr):
     """Shared address of the strip. Once a kernel, outside loops. `num_rows`: any int32 scalar."""
-    BYTES: gl.constexpr = declared_bytes(BLOCK_N, COLS, GROUPS)
+    BYTES: gl.constexpr = whole_kb(BLOCK_N * strip_stride(COLS, GROUPS))
     strip = gl.inline_asm_elementwise(declaration(BYTES), "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1)
     if COLS % GROUPS != 0:  # what lies past a row's end is multiplied by zeros, and must not be NaN
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
