@@ -20,27 +20,28 @@ import torch
 
 from .csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
 from .csf.scales import NVFP4CSFScales
+from .nvfp4.configs import reads_compressed_on
 from .nvfp4.matmul import matmul_batched, matmul_grouped
+from .nvfp4.reference import GROUP
 from .routing import INDEX_DTYPES, compute_grouped_scheduling, weighted_reduce
 
 Scales = Union[torch.Tensor, NVFP4CSFScales]
 
 STRATEGIES = ("staged", "fused")
 
-FUSED_MAX_TOKENS = 0
+FUSED_MAX_TOKENS = 8192
 """Most tokens of a call whose compressed scales are read in the GEMMs by default (`choose_strategy`)."""
 
 BATCHED_MAX_ROWS = 16
 """Most routed rows, tokens x top-k, of a call that gives every row its own tiles (`is_batched`)."""
 
 
-def choose_strategy(num_tokens: int) -> str:
-    """The strategy of a call that names none.
+def choose_strategy(num_tokens: int, is_read_by_kernels: bool) -> str:
+    """The strategy of a call that names none: fused where the GEMMs of this device read compressed scales themselves.
 
-    Few tokens leave most experts idle and the GEMMs wait for memory, which compressed scales ask less of; many tokens
-    read every scale several times, and decoding it once is less work.
+    Many tokens read every scale several times, and decoding it once is less work.
     """
-    return "fused" if num_tokens <= FUSED_MAX_TOKENS else "staged"
+    return "fused" if is_read_by_kernels and num_tokens <= FUSED_MAX_TOKENS else "staged"
 
 
 def is_batched(num_rows: int) -> bool:
@@ -136,9 +137,11 @@ def _strategy_of(experts: NVFP4Experts, num_tokens: int, strategy: str | None) -
     """How a call reads compressed scales; None where there are none."""
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"strategy must be None or one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
-    if not experts.scratch_size:
+    compressed = experts._compressed()
+    if not compressed:
         return None
-    return strategy or choose_strategy(num_tokens)
+    is_read = all(reads_compressed_on(scales.device, scales.num_cols * GROUP) for scales in compressed)
+    return strategy or choose_strategy(num_tokens, is_read)
 
 
 def expand_scales(experts: NVFP4Experts) -> bool:

@@ -77,6 +77,15 @@ def reads_compressed(depth: int) -> bool:
     return depth % 128 == 0 and strip_bytes(Config(64, 128, 8, 2, 3, 4), depth) <= MAX_STRIP_BYTES
 
 
+@functools.lru_cache(maxsize=None)
+def reads_compressed_on(device: torch.device, depth: int) -> bool:
+    """Whether every GEMM on `device` reads compressed scales of rows of `depth` weights as they are. The others decode
+    them first: into new memory, unless the caller has."""
+    if device.type != "cuda" or torch.version.hip:
+        return device.type == "cpu"
+    return (8, 9) <= torch.cuda.get_device_capability(device) < (10, 0) and reads_compressed(depth)
+
+
 def with_strip(config: Config, depth: int) -> Config:
     """`config` with room for a tile's decoded scales: narrower tiles if need be, and no warpgroups for very long rows.
 
