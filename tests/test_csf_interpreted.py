@@ -24,7 +24,10 @@ from numeric import POISON, assert_same, make_stack, oracle_encode, oracle_swizz
 GUARD = 64
 DECODE_GEOMETRIES = [(2, 32, 40), (3, 48, 22), (2, 16, 2), (2, 144, 8)]
 STARTS = {"every plane": None, "second": [0, 0, 4, 4], "none": [2, 2, 2, 2], "first, long": [0, 1, 1, 1, 0, 9]}
-ENCODE_SHAPES = {"whole words": (1, 16, 40), "half a word left": (2, 48, 22), "several chunks": (1, 16, 300)}
+ENCODE_SHAPES = {
+    "whole words": (1, 16, 40), "half a word left": (2, 48, 22), "three words": (1, 48, 10),
+    "several chunks": (1, 16, 300),
+}  # fmt: skip
 SCATTERED_SHAPES = {"pairs": (2, 16, 2), "few columns": (1, 16, 6)}
 
 
@@ -82,12 +85,6 @@ def encode_case(bundle: ModuleType, shape: tuple[int, int, int], scattered: bool
     for plane, own in enumerate(words.split(counts)):
         assert_same(fixed[plane].view(-1), oracle_fixed[plane], f"fixed[{plane}]")
         assert_same(own, oracle_words[plane], f"exceptions[{plane}]")
-    rows = [(to_numpy(own).astype(np.int64) & 0xFFFFFF) // shape[2] for own in oracle_words]
-    row_ends = np.stack([np.bincount(own, minlength=shape[1]).cumsum() for own in rows]).astype(np.int32)
-    plane_ends = torch.from_numpy(row_ends[:, -1].astype(np.int64).cumsum())
-    by_bits = torch.full_like(words, -1)
-    encode_triton.launch_collect(given, fixed, torch.from_numpy(row_ends), plane_ends, by_bits, by_bits=True)
-    assert_same(by_bits, words, "exceptions by bits")
 
 
 def far_plane_case(bundle: ModuleType, swizzled: bool) -> None:

@@ -202,38 +202,10 @@ def collect_kernel(
     NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write the exception words of `BLOCK_R` rows, each row's from where the row before it ends, in order."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_r = rows < num_rows
-    begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows % NUM_ROWS > 0), other=0)
-    mask_r = mask_r & (tl.load(row_ends_ptr + rows, mask=mask_r, other=0) > begin)
-    plane = rows // NUM_ROWS
-    begin += tl.load(plane_ends_ptr + plane - 1, mask=mask_r & (plane > 0), other=0)
-    base = tl.load(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, mask=mask_r, other=0).to(tl.int32)
-    for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
-        word = i_word + tl.arange(0, BLOCK_W)[None, :]
-        words = load_words(planes_ptr, rows, mask_r, word, NUM_COLS)
-        _, outside = split_codes(words, base, word, NUM_COLS)
-        outside = tl.where(mask_r[:, None], outside, 0)
-        count = ((outside * EACH) >> 24).to(tl.int32)
-        rank = begin[:, None] + tl.cumsum(count, axis=1) - count
-        position = ((rows % NUM_ROWS).to(tl.int32) * NUM_COLS)[:, None] + 4 * word
-        for i_byte in tl.static_range(4):
-            is_outside = (outside >> (8 * i_byte)) & 1
-            value = (words >> (8 * i_byte)) & 0xFF
-            exception = (value << POSITION_BITS) | (position + i_byte).to(tl.uint32)
-            tl.store(words_ptr + rank, exception.to(tl.int32, bitcast=True), mask=is_outside > 0)
-            rank += is_outside.to(tl.int32)
-        begin += tl.sum(count, axis=1)
+    """Write the exception words of `BLOCK_R` rows, each row's from where the row before it ends, in order.
 
-
-@triton.jit(do_not_specialize=["num_rows"])
-def collect_by_bits_kernel(
-    planes_ptr, fixed_ptr, row_ends_ptr, plane_ends_ptr, words_ptr, num_rows,
-    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    """As `collect_kernel`: 32 columns of a row become a mask, whose bits, few as they are, are taken one by one."""
+    32 columns of a row become a mask, whose bits, few as they are, are taken one by one.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < num_rows
     begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows % NUM_ROWS > 0), other=0)
@@ -271,11 +243,10 @@ def _block_words(num_cols: int, limit: int) -> int:
 
 
 def encode_config(num_cols: int) -> dict[str, int]:
-    """Constants of `encode_kernel`: wide rows are read four times, so fewer of them at once, or they leave L1. One warp
-    has no barrier in its search; two spill on sm_80."""
+    """Constants of `encode_kernel`: one warp, so no barrier in its search. Wide rows are read four times, so fewer
+    of them at once, or they leave L1; nor do registers hold 32 rows of four words on every architecture."""
     block_w = _block_words(num_cols, 8)
-    rows, num_warps = (16, 1) if block_w == 8 else (64, 2)
-    return {"BLOCK_R": rows, "BLOCK_W": block_w, "num_warps": num_warps}
+    return {"BLOCK_R": 32 if block_w <= 2 else 16, "BLOCK_W": block_w, "num_warps": 1}
 
 
 def scan_config(num_rows: int) -> dict[str, int]:
@@ -284,12 +255,7 @@ def scan_config(num_rows: int) -> dict[str, int]:
 
 
 def collect_config(num_cols: int) -> dict[str, int]:
-    """Constants of `collect_kernel`: a thread a row, so that ranks are counted without shuffles."""
-    return {"BLOCK_R": 64, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 2}
-
-
-def collect_by_bits_config(num_cols: int) -> dict[str, int]:
-    """Constants of `collect_by_bits_kernel`: one warp, so that a vote, and no barrier, ends its inner loop."""
+    """Constants of `collect_kernel`: one warp, so that a vote, and no barrier, ends its inner loop."""
     return {"BLOCK_R": 32, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 1}
 
 
@@ -331,14 +297,13 @@ def launch_collect(
     row_ends: torch.Tensor,
     plane_ends: torch.Tensor,
     words: torch.Tensor,
-    by_bits: bool = False,
     **overrides: int,
 ) -> None:
     """Write the exception `words`; `plane_ends` int64 `[E]` sums the planes' counts."""
     num_planes, num_rows, num_cols = planes.shape
-    config = {**(collect_by_bits_config if by_bits else collect_config)(num_cols), **overrides}
+    config = {**collect_config(num_cols), **overrides}
     kernel = bind(
-        collect_by_bits_kernel if by_bits else collect_kernel,
+        collect_kernel,
         NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
         POSITION_BITS=NVFP4_CSF.position_bits,
         **config,
