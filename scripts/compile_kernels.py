@@ -35,6 +35,8 @@ TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 10
 SHAPES = {"640x160": (640, 160), "2560x40": (2560, 40), "48x10": (48, 10)}
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
                 "gfx942": 64 << 10}  # fmt: skip
+UNASKED_BYTES = 48 << 10
+"""What every program of an NVIDIA GPU may take. Triton asks for more where it allocates more by itself."""
 PRODUCT = r"(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+"
 COLUMNS = ("triton", "arch", "kernel", "registers", "shared_bytes", "spill_bytes")
 
@@ -129,6 +131,8 @@ def faults_of(case: Case, arch: str, kernel: Any, shared: int, spilled: int) -> 
     faults = [f"{case.name} spills {spilled} bytes on {arch}"] if spilled else []
     if shared > SHARED_BYTES[arch]:
         faults.append(f"{case.name} takes {shared} bytes of shared memory on {arch}, which has {SHARED_BYTES[arch]}")
+    if kernel.metadata.shared <= UNASKED_BYTES < shared:
+        faults.append(f"{case.name} takes {shared} bytes of shared memory, for which Triton does not ask {arch}")
     if case.kernel.__name__ in ("decode_kernel", "encode_kernel", "collect_kernel") and re.search(
         r"f8E|e4m3|e5m2", kernel.asm["ttir"]
     ):

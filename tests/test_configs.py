@@ -1,0 +1,134 @@
+"""Tiles of the GEMMs and the shared memory that their compressed scales take: rules that hold for every row length."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+
+import pytest
+
+from conftest import ROOT
+
+DEPTHS = range(128, 16384 + 1, 128)
+UNASKED = 48 << 10
+"""Shared memory that a program gets without asking; also the most that one may declare by itself, in PTX."""
+OF_AN_SM = 227 << 10
+BANKS, BANK_BYTES = 32, 4
+TABLES = [path.stem.replace("_", " ") for path in (ROOT / "torch-ext").rglob("configs/*.json")]
+
+
+@pytest.fixture(scope="module")
+def configs(bundle):
+    return importlib.import_module(f"{bundle.__name__}.nvfp4.configs")
+
+
+@pytest.fixture(scope="module")
+def tiles(configs) -> set:
+    """Every tile that a table or the default rule can choose."""
+    assert TABLES
+    found = {config for name in TABLES for entries in configs.load_table(name).values() for _, config in entries}
+    for is_hopper, rows, experts, weight_rows in itertools.product(
+        (False, True), (1, 8, 64, 512, 4096, 100_000), (1, 8, 512), (32, 1280, 8192)
+    ):
+        for depth in (128, 256, 640):
+            found.add(configs.default_config(weight_rows, depth, rows, experts, 132, is_hopper))
+    assert {config.warpgroup for config in found} == {False, True}
+    return found
+
+
+def geometry(configs, config, depth: int) -> tuple[int, int, int]:
+    """(groups of a chunk, columns of a strip, bytes from row to row) of a tile."""
+    groups, cols = config.block_k // 16, depth // 16
+    cols = cols if config.warpgroup else configs.strip_cols(cols, groups)
+    return groups, cols, configs.strip_stride(cols, groups)
+
+
+def declared_bytes(configs, config, depth: int) -> int:
+    """What the kernels declare, in whole KB: a strip; two for warpgroups, if two fit and a tile has a second chunk."""
+    _, _, stride = geometry(configs, config, depth)
+    strip = config.block_n * stride
+    two = config.warpgroup and 2 * strip <= UNASKED and depth > config.block_k
+    return -(-(2 * strip if two else strip) // 1024) * 1024
+
+
+def stage_bytes(config) -> int:
+    """A chunk of weights, two to a byte, and of activations in 16 bits."""
+    return config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
+
+
+def test_rows_of_whole_words_are_read_compressed_until_they_are_too_long(configs):
+    read = [depth for depth in range(32, 20000, 32) if configs.reads_compressed(depth)]
+    assert all(depth % 128 == 0 for depth in read)
+    assert set(range(128, 12288 + 1, 128)) <= set(read)
+    assert not configs.reads_compressed(16000)
+
+
+def test_every_tile_gets_its_shared_memory(configs, tiles):
+    """Nothing is declared that may not be, all fits an SM, and what is beyond 48 KB is asked for: which Triton does if
+    its own part is more than that, be it the ring alone, or with all that results take as they are rearranged."""
+    for depth, config in itertools.product(DEPTHS, tiles):
+        if not configs.reads_compressed(depth):
+            continue
+        tile = configs.with_strip(config, depth)
+        where = f"K {depth}: {config} became {tile}"
+        declared = declared_bytes(configs, tile, depth)
+        ring = tile.num_stages * stage_bytes(tile)
+        rearranged = tile.block_n * tile.block_t * 4
+        assert declared <= UNASKED, where
+        # Of a large tile, Triton rearranges a part at a time, in 16 KB: scripts/compile_kernels.py tells.
+        assert ring + min(rearranged, 16 << 10) + declared <= OF_AN_SM, where
+        assert ring > UNASKED or ring + rearranged + declared <= UNASKED, where
+        assert tile.block_n in (32, 64, 128, 256) and tile.block_n >= 16 * tile.num_warps, where
+        assert configs.with_strip(tile, depth) == tile, where
+
+
+def test_tuned_tiles_of_compressed_scales_have_room_for_them(configs):
+    for name in TABLES:
+        for (_, depth, compressed), entries in configs.load_table(name).items():
+            if compressed:
+                assert [config for _, config in entries if configs.with_strip(config, depth) != config] == []
+
+
+def test_tiles_are_changed_only_where_they_must_be(configs, tiles):
+    for depth, config in itertools.product(DEPTHS, tiles):
+        if not configs.reads_compressed(depth):
+            continue
+        tile = configs.with_strip(config, depth)
+        if configs.strip_bytes(config, depth) <= UNASKED:
+            assert dataclasses.replace(tile, num_stages=config.num_stages) == config, (depth, config, tile)
+            if tile != config:
+                beside = configs.strip_bytes(tile, depth) + tile.block_n * tile.block_t * 4
+                fewer = (tile.num_stages - 1) * stage_bytes(tile)
+                assert fewer <= UNASKED < fewer + beside, (depth, config, tile)
+
+
+def test_strips_meet_the_rules_of_banks_and_vectors(configs, tiles):
+    for depth, config in itertools.product(DEPTHS, tiles):
+        if not configs.reads_compressed(depth):
+            continue
+        tile = configs.with_strip(config, depth)
+        groups, cols, stride = geometry(configs, tile, depth)
+        where = f"K {depth}, {tile}: {cols} columns, {stride} bytes a row"
+        assert stride % groups == 0 and stride // groups % 2 == 1, where
+        assert cols <= stride < cols + 2 * groups, where
+        assert stride % 8 == 0 and cols % 8 == 0, where  # words of 8 codes are stored as 8 bytes at once
+        assert tile.block_n * stride % 256 == 0, where  # what new_strip sets to 0 at a time
+        # A load reads a chunk of 8 rows, in passes of 128 bytes, each of which meets every bank once at most.
+        rows = min(8, BANKS * BANK_BYTES // groups)
+        banks = [
+            (row * stride + byte) // BANK_BYTES % BANKS for row in range(rows) for byte in range(0, groups, BANK_BYTES)
+        ]
+        assert len(set(banks)) == len(banks), where
+
+
+def test_slices_divide_rows_into_whole_chunks(configs, tiles):
+    for depth, config in itertools.product(DEPTHS, tiles):
+        groups, all_cols = config.block_k // 16, depth // 16
+        cols = configs.strip_cols(all_cols, groups)
+        assert all_cols % cols == 0, (depth, config)
+        if cols == all_cols:
+            assert all_cols <= configs.SLICE_LIMIT or all_cols % (2 * groups), (depth, config)
+            continue
+        assert cols % groups == 0, (depth, config)
+        assert cols <= configs.SLICE_LIMIT or cols % (2 * groups), (depth, config)
