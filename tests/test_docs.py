@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernels.compat import tomllib
 
 import checkpoints
 from conftest import REPO_ID, ROOT
@@ -41,6 +43,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 MAKE = [(document, line) for document, line in commands() if line.startswith("make ")]
+PIP = [(document, line) for document, line in commands() if line.startswith("pip ")]
 
 
 def bf16_model(root: Path) -> None:
@@ -54,11 +57,29 @@ def bf16_model(root: Path) -> None:
     checkpoints.write_checkpoint(root, tensors, checkpoints.CONFIG)
 
 
+def transformers_model(root: Path) -> None:
+    """A tiny model that transformers loads, with compressed scales."""
+    pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
+    from moe_models import write_checkpoints
+
+    root.parent.mkdir(parents=True)
+    write_checkpoints(root.parent / "made", "qwen3_moe")["csf"].rename(root)
+
+
+def for_this_machine(code: str) -> str:
+    """On the CPU where there is no GPU."""
+    if torch.cuda.is_available():
+        return code
+    return code.replace('device="cuda"', 'device="cpu"').replace('.to("cuda")', '.to("cpu")')
+
+
 class Reader:
-    """Runs what a reader of one document runs, in a directory that holds the checkpoints the documents speak of."""
+    """Runs what a reader of one document runs, in a directory that holds the checkpoints the documents speak of, beside
+    this repository's examples."""
 
     def __init__(self, home: Path, bundle_dir: Path, **environment: str) -> None:
         self.home = home
+        (home / "examples").symlink_to(ROOT / "examples")
         bin_dir = home / "bin"
         bin_dir.mkdir()
         for name, module in (("python", ""), ("finegrained-kernels", " -m finegrained_kernels.cli")):
@@ -71,6 +92,7 @@ class Reader:
             "PYTHONPATH": str(ROOT),
             "HF_HOME": str(home / "hf"),
             "LOCAL_KERNELS": f"{REPO_ID}={bundle_dir}",
+            "OMP_NUM_THREADS": "1",
             **environment,
         }
 
@@ -103,17 +125,30 @@ def test_make_knows_the_target(document, line):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize(("document", "line"), PIP, ids=[f"{document}: {line}" for document, line in PIP])
+def test_pip_would_find_the_extra(document, line):
+    """What pip installs is not this tree until it is published; tests/test_wheel.py installs the wheel."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    _, install, requirement = shlex.split(line)
+    name, extra = re.fullmatch(r"([\w-]+)\[(\w+)\]", requirement).groups()
+    assert (install, name) == ("install", project["name"])
+    assert extra in project["optional-dependencies"]
+
+
 def test_readme_commands(bundle_dir, tmp_path):
     lines = [line for document, line in commands() if document == "README.md" and not line.startswith("make ")]
-    assert [line.split()[:2] for line in lines][:3] == [
-        ["finegrained-kernels", name] for name in ("compress", "verify", "restore")
+    assert [line.split()[:2] for line in lines] == [
+        ["python", "examples/generate.py"],
+        *(["finegrained-kernels", name] for name in ("compress", "verify", "restore")),
+        ["python", "-c"],
     ]
+    transformers_model(tmp_path / "path" / "to" / "model-nvfp4-csf")
     source = checkpoints.random_moe(hidden=256, inter=128)
     checkpoints.write_checkpoint(tmp_path / "SRC", source, checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer)
     with Hub({REPO_ID: Repository(bundle_dir.parent)}) as hub:
         reader = Reader(tmp_path, bundle_dir, HF_ENDPOINT=hub.url)
-        for line in lines:
-            reader.run("bash", "-c", line)
+        printed = [reader.run("bash", "-c", line) for line in lines]
+    assert printed[0].endswith("all generate the same tokens\n")
     assert checkpoints.tree(tmp_path / "OUT") == checkpoints.tree(tmp_path / "SRC")
     del reader.environment["LOCAL_KERNELS"]
     reader.environment["HF_HUB_OFFLINE"] = "1"
@@ -121,11 +156,13 @@ def test_readme_commands(bundle_dir, tmp_path):
     assert found.startswith(str(tmp_path / "hf"))
 
 
-@pytest.mark.parametrize("document", ["README.md", "CARD.md"])
+@pytest.mark.parametrize("document", ["README.md", "CARD.md", "docs/transformers.md"])
 def test_python_blocks(bundle_dir, tmp_path, document):
-    code = blocks(document, PYTHON)
+    code = "\n".join(blocks(document, PYTHON))
     assert code
-    Reader(tmp_path, bundle_dir).run("python", "-c", "\n".join(code))
+    if "model-nvfp4-csf" in code:
+        transformers_model(tmp_path / "path" / "to" / "model-nvfp4-csf")
+    Reader(tmp_path, bundle_dir).run("python", "-c", for_this_machine(code))
 
 
 def test_checkpoints_document(bundle_dir, tmp_path):
@@ -139,17 +176,18 @@ def test_checkpoints_document(bundle_dir, tmp_path):
             reader.run("bash", "-c", line)
     assert checkpoints.tree(tmp_path / "model-nvfp4-again") == checkpoints.tree(tmp_path / "model-nvfp4")
     assert "model.safetensors" in hub.files
-    code = "\n".join(blocks("docs/checkpoints.md", PYTHON))
-    if not torch.cuda.is_available():
-        code = code.replace('device="cuda"', 'device="cpu"')
+    code = for_this_machine("\n".join(blocks("docs/checkpoints.md", PYTHON)))
     shapes = reader.run("python", "-c", f"{code}\nprint(scales.shape, tuple(global_scales.shape))").strip()
     assert shapes == f"({EXPERTS}, 32, 8) ({EXPERTS}, 2)"
 
 
 def test_commands_are_run_by_some_test():
     tested = {"README.md", "docs/checkpoints.md"}
-    assert {document for document, line in commands() if not line.startswith("make ")} <= tested
-    assert {document for document in DOCUMENTS if blocks(document, PYTHON)} <= tested | {"CARD.md"}
+    assert {document for document, line in commands() if not line.startswith(("make ", "pip "))} <= tested
+    assert {document for document in DOCUMENTS if blocks(document, PYTHON)} <= tested | {
+        "CARD.md",
+        "docs/transformers.md",
+    }
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
