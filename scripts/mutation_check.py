@@ -126,6 +126,27 @@ FAULTS = [
         ("tests/test_nvfp4_gemm.py",),
     ),
     Fault(
+        "swapped gate and up (kernel)",
+        "torch-ext/finegrained_kernels/nvfp4/portable_gemm.py",
+        "        acc, acc_up, expert, rows, ok, sources, n_tile,\n        x_global_ptr",
+        "        acc_up, acc, expert, rows, ok, sources, n_tile,\n        x_global_ptr",
+        ("tests/test_nvfp4_compile.py", "-k", "test_interpreted_kernels_match"),
+    ),
+    Fault(
+        "another expert's compressed scales (CPU)",
+        "torch-ext/finegrained_kernels/nvfp4/cpu.py",
+        "decode_planes(gemm.b_scales, expert, expert + 1)",
+        "decode_planes(gemm.b_scales, 0, 1)",
+        ("tests/test_fused.py", "-k", "test_every_byte_arrives_on_cpu"),
+    ),
+    Fault(
+        "shared memory of results not counted",
+        "torch-ext/finegrained_kernels/nvfp4/configs.py",
+        "    rest = config.block_n * config.block_t * 4 + strip_bytes(config, depth)",
+        "    rest = strip_bytes(config, depth)",
+        ("tests/test_configs.py",),
+    ),
+    Fault(
         "swapped gate and up (slices of a checkpoint)",
         "finegrained_kernels/checkpoint/slices.py",
         '"gate_up": (GATE, UP)',

@@ -7,7 +7,8 @@ Scales that are kept compressed are read by one of two strategies:
               Layers may share a scratch; the caller orders streams, or lets `ScalePrefetcher` do it.
     "fused"   the GEMMs read them compressed. No scratch is touched, or needed.
 
-Neither the strategy nor dense scales change which GEMMs run or their tiles, so outputs have the same bits.
+Neither changes which GEMMs run, on which bytes: staged outputs are those of dense scales to the bit. So are fused ones
+where the GEMMs take the same tiles; where compressed scales have tiles of their own, the order of sums differs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def choose_strategy(num_tokens: int, is_read_by_kernels: bool) -> str:
 def is_batched(num_rows: int) -> bool:
     """Whether a call runs its GEMMs a row a tile, unsorted, rather than grouped by expert.
 
-    Depends on the rows alone: dense, staged and fused calls must take the same tiles.
+    Depends on the rows alone: dense, staged and fused calls must run the same GEMMs.
     """
     return num_rows <= BATCHED_MAX_ROWS
 
