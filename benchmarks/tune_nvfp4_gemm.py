@@ -117,7 +117,7 @@ def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
     """Configurations worth compiling for this many tokens; the occupancy is filled in after compiling. Tiles of
     compressed scales leave room for their strip."""
     configs = part(bundle, "nvfp4.configs")
-    experts, _, depth, _ = CASES[case]
+    experts, _, depth, gate = CASES[case]
     mean = tokens * TOP_K / experts
     tiles = [(8, SMALL)]
     if 2 < mean <= 16:
@@ -132,7 +132,9 @@ def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
     if mean > 16:
         found += [configs.Config(n, 128, t, warps, stages, 1, warpgroup=True) for n, t, warps, stages in LARGE]
     if kind == "compressed":
-        found = [dataclasses.replace(configs.with_strip(config, depth), programs_per_sm=1) for config in found]
+        result_bytes = 1 if gate else 2  # of bfloat16
+        found = [configs.with_strip(config, depth, result_bytes) for config in found]
+        found = [dataclasses.replace(config, programs_per_sm=1) for config in found]
     return dict.fromkeys(found)
 
 

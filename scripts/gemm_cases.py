@@ -134,7 +134,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
         rows = g.num_rows if g.expert_ids is None else min(g.num_rows, E)
         config = config or configs.default_config(g.b.shape[1], g.depth, rows, g.num_experts, 132, False)
         if not isinstance(g.b_scales, torch.Tensor):
-            name, config = f"fused {name}", configs.with_strip(config, g.depth)
+            name, config = f"fused {name}", configs.with_strip(config, g.depth, launch.result_bytes(g))
         tile = f"{'wgmma' if config.warpgroup else 'mma'} {config.block_n}x{config.block_k}x{config.block_t}"
         add_gemm(f"{tile} {name}", archs, g, mma=True, config=config)
 

@@ -86,10 +86,11 @@ def reads_compressed_on(device: torch.device, depth: int) -> bool:
     return (8, 9) <= torch.cuda.get_device_capability(device) < (10, 0) and reads_compressed(depth)
 
 
-def with_strip(config: Config, depth: int) -> Config:
+def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     """`config` with room for a tile's decoded scales: narrower tiles if need be, and no warpgroups for very long rows.
 
-    Triton asks for more than 48 KB a program only if its own shared memory is more, so a deeper ring makes it so.
+    Triton asks for more than 48 KB a program only if its own shared memory is more, so a deeper ring makes it so. Its
+    own is the ring and, as results are rearranged, up to `result_bytes` for every weight row and routed row of a tile.
     """
     while strip_bytes(config, depth) > MAX_STRIP_BYTES:
         if config.warpgroup and config.block_n == 64:
@@ -99,7 +100,7 @@ def with_strip(config: Config, depth: int) -> Config:
             warps = max(4, config.num_warps // 2) if config.warpgroup else min(config.num_warps, rows // 16)
             config = replace(config, block_n=rows, num_warps=warps)
     stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
-    rest = config.block_n * config.block_t * 4 + strip_bytes(config, depth)  # with what storing a tile takes
+    rest = config.block_n * config.block_t * result_bytes + strip_bytes(config, depth)
     while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + rest:
         config = replace(config, num_stages=config.num_stages + 1)
     return config
@@ -107,9 +108,15 @@ def with_strip(config: Config, depth: int) -> Config:
 
 @functools.lru_cache(maxsize=4096)
 def choose_config(
-    device: torch.device, weight_rows: int, depth: int, num_rows: int, num_experts: int, compressed: bool = False
+    device: torch.device,
+    weight_rows: int,
+    depth: int,
+    num_rows: int,
+    num_experts: int,
+    result_bytes: int,
+    compressed: bool,
 ) -> Config:
-    """Tiles for `num_rows` routed rows over `num_experts` weights [weight_rows, depth].
+    """Tiles for `num_rows` routed rows over `num_experts` weights [weight_rows, depth]; `result_bytes`: `with_strip`.
 
     The table's entry of the largest rows an expert not above the call's (or its smallest); the default where there is
     none, or where that entry's tiles are too few to occupy the device.
@@ -118,14 +125,15 @@ def choose_config(
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     entries = load_table(torch.cuda.get_device_name(device)).get((weight_rows, depth, compressed))
     if compressed and not entries:
-        return with_strip(choose_config(device, weight_rows, depth, num_rows, num_experts), depth)
+        config = choose_config(device, weight_rows, depth, num_rows, num_experts, result_bytes, False)
+        return with_strip(config, depth, result_bytes)
+    config = None
     if entries:
         fitting = [config for rows, config in entries if rows <= num_rows / num_experts]
         config = fitting[-1] if fitting else entries[0][1]
-        if not config.warpgroup or num_tiles(config, weight_rows, num_rows, num_experts) >= sms:
-            return config
-    config = default_config(weight_rows, depth, num_rows, num_experts, sms, is_hopper)
-    return with_strip(config, depth) if compressed else config
+    if config is None or (config.warpgroup and num_tiles(config, weight_rows, num_rows, num_experts) < sms):
+        config = default_config(weight_rows, depth, num_rows, num_experts, sms, is_hopper)
+    return with_strip(config, depth, result_bytes) if compressed else config
 
 
 def num_tiles(config: Config, weight_rows: int, num_rows: int, num_experts: int) -> int:

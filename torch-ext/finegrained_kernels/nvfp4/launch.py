@@ -187,7 +187,9 @@ def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments:
     if config is None:
         rows = gemm.num_rows if gemm.expert_ids is None else min(gemm.num_rows, gemm.num_experts)  # a row, a tile
         compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
-        config = choose_config(gemm.a.device, gemm.b.shape[1], gemm.depth, rows, gemm.num_experts, compressed)
+        config = choose_config(
+            gemm.a.device, gemm.b.shape[1], gemm.depth, rows, gemm.num_experts, result_bytes(gemm), compressed
+        )
     tiles = max_row_tiles(gemm, config.block_t) * cdiv(gemm.b.shape[1], config.block_n)
     grid = min(tiles, num_sms(gemm.a.device) * config.programs_per_sm)
     groups = config.block_k // GROUP
@@ -199,6 +201,11 @@ def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments:
     if is_tuning:
         return kernel[(grid,)](*arguments, **constants, num_warps=config.num_warps)
     return bind(kernel, **constants, num_warps=config.num_warps)((grid,), *arguments)
+
+
+def result_bytes(gemm: Gemm) -> int:
+    """Bytes of results, before they are requantized, that a weight row has for a routed row."""
+    return gemm.output_dtype.itemsize // (2 if gemm.gate else 1)
 
 
 def max_row_tiles(gemm: Gemm, block_t: int) -> int:
