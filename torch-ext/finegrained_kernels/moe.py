@@ -7,8 +7,7 @@ Scales that are kept compressed are read by one of two strategies:
               Layers may share a scratch; the caller orders streams, or lets `ScalePrefetcher` do it.
     "fused"   the GEMMs read them compressed. No scratch is touched, or needed.
 
-Neither changes which GEMMs run, on which bytes: staged outputs are those of dense scales to the bit. So are fused ones
-where the GEMMs take the same tiles; where compressed scales have tiles of their own, the order of sums differs.
+Neither the strategy nor dense scales change which GEMMs run or the order of their sums: outputs have the same bits.
 """
 
 from __future__ import annotations

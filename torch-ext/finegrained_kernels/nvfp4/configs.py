@@ -73,8 +73,9 @@ def whole_kb(num_bytes: int) -> int:
 
 
 def reads_compressed(depth: int) -> bool:
-    """Whether the kernels read compressed scales of rows of `depth` weights: whole words of codes, narrow tiles fit."""
-    return depth % 128 == 0 and strip_bytes(Config(64, 128, 8, 2, 3, 4), depth) <= MAX_STRIP_BYTES
+    """Whether the kernels read compressed scales of rows of `depth` weights: whole words of codes, and the strip of a
+    narrow warpgroup tile fits, so that both forms always have tiles of one kind."""
+    return depth % 128 == 0 and strip_bytes(Config(64, 128, 64, 4, 4, 1, warpgroup=True), depth) <= MAX_STRIP_BYTES
 
 
 @functools.lru_cache(maxsize=None)
@@ -87,18 +88,15 @@ def reads_compressed_on(device: torch.device, depth: int) -> bool:
 
 
 def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
-    """`config` with room for a tile's decoded scales: narrower tiles if need be, and no warpgroups for very long rows.
+    """`config` with room for a tile's decoded scales: narrower tiles if need be. It steps through K as `config` does.
 
     Triton asks for more than 48 KB a program only if its own shared memory is more, so a deeper ring makes it so. Its
     own is the ring and, as results are rearranged, up to `result_bytes` for every weight row and routed row of a tile.
     """
     while strip_bytes(config, depth) > MAX_STRIP_BYTES:
-        if config.warpgroup and config.block_n == 64:
-            config = Config(64, 128, min(config.block_t, 32), num_warps=4, num_stages=3, programs_per_sm=3)
-        else:
-            rows = config.block_n // 2
-            warps = max(4, config.num_warps // 2) if config.warpgroup else min(config.num_warps, rows // 16)
-            config = replace(config, block_n=rows, num_warps=warps)
+        rows = config.block_n // 2
+        warps = max(4, config.num_warps // 2) if config.warpgroup else min(config.num_warps, rows // 16)
+        config = replace(config, block_n=rows, num_warps=warps)
     stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
     rest = config.block_n * config.block_t * result_bytes + strip_bytes(config, depth)
     while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + rest:

@@ -2,7 +2,7 @@
 
 Shared arguments. A: bf16 or fp16 activations (fp32 too when they are quantized), or packed NVFP4 uint8 [M, K/2] beside
 their scales `As` [M, K/16]. B, Bs: packed weights and their E4M3 scales, dense, swizzled (layouts.py) or compressed:
-NVFP4CSFScales are decoded as the kernel goes, with no dense copy, to the same bytes; tiles may differ (configs.py).
+NVFP4CSFScales are decoded as the kernel goes, with no dense copy, and results have the same bits.
 
 activation_format   None: W4A4, activations are quantized to NVFP4 first; "bf16": W4A16, they are used as they are.
 gate                B stacks [gate; up] rows, 2N of them; the result is silu(gate) * up, silu(x) = x * sigmoid(alpha x)
