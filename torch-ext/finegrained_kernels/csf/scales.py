@@ -8,6 +8,7 @@ the same bytes; the offsets are less than 1 % more.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -201,7 +202,7 @@ def _gather_wire(
         _check_tensors("fixed", fixed, _BYTES, [flat, slabs], device)
         stream = torch.stack([plane.reshape(-1) for plane in fixed])
     _check_tensors("exceptions", exceptions, _WORDS, None, device)
-    counts = [words.numel() for words in exceptions]
+    counts = list(map(torch.Tensor.numel, exceptions))
     if sum(counts) > MAX_EXCEPTIONS:
         raise ValueError(f"exceptions: a stack holds at most {MAX_EXCEPTIONS}, got {sum(counts)}: split it")
     return stream, _join_words(exceptions, counts), counts
@@ -209,23 +210,18 @@ def _gather_wire(
 
 def _join_words(exceptions: Sequence[torch.Tensor], counts: list[int]) -> torch.Tensor:
     """All words in a new int32 tensor. Those of `compress` follow each other in one storage and are copied at once."""
-    first, end = None, 0
-    for words, count in zip(exceptions, counts):
-        if not count:
-            continue
-        address = words.data_ptr()
-        if first is None:
-            first, end = words, address
-        if address != end or not words.is_contiguous():
-            break
-        end += 4 * count
-    else:
+    some = [words for words, count in zip(exceptions, counts) if count]
+    if some and all(map(torch.Tensor.is_contiguous, some)):
+        addresses = list(map(torch.Tensor.data_ptr, some))
+        ends = [address + 4 * count for address, count in zip(addresses, filter(None, counts))]
+        storage = some[0].untyped_storage()
         # Neighbours in memory that are not one storage end past it.
-        if first is not None and first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() >= end:
-            return first.as_strided((sum(counts),), (1,)).view(torch.int32).clone()
+        if addresses[1:] == ends[:-1] and ends[-1] <= storage.data_ptr() + storage.nbytes():
+            return some[0].as_strided((sum(counts),), (1,)).view(torch.int32).clone()
     return torch.cat([words.view(torch.int32) for words in exceptions])
 
 
+_KIND = operator.attrgetter("dtype", "ndim", "device")
 _BYTES = (torch.uint8,)
 _WORDS = (torch.uint32, torch.int32)
 
@@ -238,6 +234,10 @@ def _check_tensors(
     device: torch.device | None,
 ) -> None:
     """Raise `ValueError` for the first that is not a tensor as asked for, naming it; `shapes` None: any 1-D."""
+    if shapes is None and set(map(type, tensors)) == {torch.Tensor}:  # the usual hundreds of them, at once
+        kinds = set(map(_KIND, tensors))
+        if kinds <= {(dtype, 1, device) for dtype in dtypes}:
+            return
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             fault = f"must be a tensor, got {type(tensor).__name__}"
