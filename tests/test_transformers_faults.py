@@ -154,6 +154,31 @@ def test_a_wrong_config(damaged, change, message):
         load(root)
 
 
+def test_a_config_that_names_single_experts(paths, tmp_path):
+    """As ModelOpt's MIXED_PRECISION does: every linear layer has an entry of its own."""
+    root = shutil.copytree(paths["dense"], tmp_path / "single")
+
+    def name_experts(config: dict) -> None:
+        layers = config["quantization_config"]["quantized_layers"]
+        modules = [
+            f"{module}.{expert}.{projection}"
+            for module in layers
+            for expert in range(8)
+            for projection in ("gate_proj", "up_proj", "down_proj")
+        ]
+        config["quantization_config"]["quantized_layers"] = {key: {"quant_algo": "NVFP4"} for key in modules}
+
+    edit_json(root / "config.json", name_experts)
+    ids = torch.arange(8).view(1, -1)
+    assert torch.equal(load(root)(ids).logits, load(paths["dense"])(ids).logits)
+    stray = {"model.layers.9.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"}}
+    edit_json(root / "config.json", lambda config: config["quantization_config"]["quantized_layers"].update(stray))
+    with pytest.raises(
+        CheckpointError, match=r"layers.9.mlp.experts.0.up_proj: named as NVFP4, but the checkpoint has no"
+    ):
+        load(root)
+
+
 def test_structures_that_the_kernels_do_not_compute(paths, tmp_path):
     root = shutil.copytree(paths["csf"], tmp_path / "gelu")
     edit_json(root / "config.json", lambda config: config.update(hidden_act="gelu"))

@@ -21,7 +21,7 @@ from finegrained_kernels.checkpoint import Checkpoint, CheckpointError, Fault
 from finegrained_kernels.checkpoint.config import marked_layers
 from finegrained_kernels.checkpoint.errors import raise_faults
 from finegrained_kernels.checkpoint.layouts import CONFIG
-from finegrained_kernels.checkpoint.names import Plane, split_expert
+from finegrained_kernels.checkpoint.names import Plane, layer_of, split_expert
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _INPUT_SCALES = {False: ".input_scale", True: ".input_global_scale"}  # by whether globals divide
@@ -224,7 +224,7 @@ def _check_config(checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> Non
         algorithm = entry.get("quant_algo", "NVFP4")
         if algorithm != "NVFP4":
             faults.append(Fault(CONFIG, module, f"quant_algo is {algorithm!r}: only NVFP4 experts are supported"))
-        elif module not in present and module not in marked:
+        elif layer_of(module) not in present and module not in marked:
             faults.append(Fault(CONFIG, module, "named as NVFP4, but the checkpoint has no such layer"))
     raise_faults(faults)
 
