@@ -88,22 +88,26 @@ def has_input_scales(checkpoint: Checkpoint, plan: ExpertsPlan, wanted: str) -> 
 def plan_experts(model: torch.nn.Module, checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> list[ExpertsPlan]:
     """A plan for each layer of NVFP4 experts, in the model's order. ``model`` is on the meta device, unchanged.
 
+    Layers that the model's class leaves out have none: Qwen3-Next's `mtp.`, and GLM-4-MoE's after the last.
+
     Raises:
         CheckpointError: anything in checkpoint or config that does not fit the model, by layer, expert and projection.
     """
     raise_faults(checkpoint.faults)
     _check_config(checkpoint, config_dict)
-    others = [plane for plane in checkpoint.planes.values() if split_expert(plane.module) is None]
+    rename = _Renaming(model)
+    left_out = _layers_left_out(checkpoint, rename)
+    planes = [plane for plane in checkpoint.planes.values() if plane.layer_module not in left_out]
+    others = [plane for plane in planes if split_expert(plane.module) is None]
     if others:
         message = f"NVFP4, but no expert: only experts can be; {len(others)} such layers"
         raise CheckpointError([Fault(checkpoint.located[others[0].weight][0], others[0].weight, message)])
-    if not checkpoint.experts:
+    sources = set(checkpoint.experts) - left_out
+    if not sources:
         raise CheckpointError(f"{checkpoint.root}: no NVFP4 experts in it, so nothing that these kernels can run")
-    rename = _Renaming(model)
-    plans = [_plan_layer(model, checkpoint, source, rename) for source in checkpoint.experts]
+    plans = [_plan_layer(model, checkpoint, source, rename) for source in checkpoint.experts if source in sources]
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     plans.sort(key=lambda plan: order[plan.module])
-    sources = {plan.source for plan in plans}
     _check_nothing_ignored(checkpoint, plans, sources)
     stood_in = {f"{plan.module}.{name}" for plan in plans for name in (GATE_UP, DOWN)}
     _check_nothing_missing(model, checkpoint, rename, sources, stood_in)
@@ -118,6 +122,7 @@ class _Renaming:
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._prefix = model.base_model_prefix
+        self._unwanted = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         self.state = model.state_dict()
 
     def __call__(self, name: str) -> tuple[str, str | None]:
@@ -126,6 +131,11 @@ class _Renaming:
     def converter(self, pattern: str) -> WeightConverter:
         return next(entry for entry in self._converters if pattern in entry.source_patterns)
 
+    def leaves_out(self, name: str) -> bool:
+        """Whether the model has no such tensor, and its class says that checkpoints may have it all the same."""
+        target, _ = self(name)
+        return target not in self.state and any(p.search(key) for p in self._unwanted for key in (name, target))
+
     def targets(self, name: str) -> list[str]:
         """All parameters that a tensor becomes part of."""
         target, pattern = self(name)
@@ -133,6 +143,12 @@ class _Renaming:
             return [name]
         first, *others = self.converter(pattern).target_patterns if pattern else [""]
         return [target, *(target.replace(first, other) for other in others)]
+
+
+def _layers_left_out(checkpoint: Checkpoint, rename: _Renaming) -> set[str]:
+    """NVFP4 layers that transformers leaves unread by its own rule, such as those that predict further tokens."""
+    weights = {plane.layer_module: plane.weight for plane in checkpoint.planes.values()}
+    return {module for module, weight in weights.items() if rename.leaves_out(weight)}
 
 
 def _plan_layer(model: torch.nn.Module, checkpoint: Checkpoint, source: str, rename: _Renaming) -> ExpertsPlan:

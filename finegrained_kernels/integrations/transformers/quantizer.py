@@ -63,6 +63,8 @@ class NVFP4CSFQuantizer(HfQuantizer):
         checkpoint = open_checkpoint(_root_of(kwargs.get("checkpoint_files")))
         config = self.quantization_config
         self.plans = plan_experts(model, checkpoint, config.checkpoint or {})
+        present = {plane.layer_module for plane in checkpoint.planes.values()}
+        config.drop_layers(present - {plan.source for plan in self.plans})
         wanted = [has_input_scales(checkpoint, plan, config.activation_format) for plan in self.plans]
         if len(set(wanted)) > 1:
             plan = self.plans[wanted.index(False)]
