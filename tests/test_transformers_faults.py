@@ -197,6 +197,27 @@ def test_other_quantized_layers_are_refused(damaged):
         load(damaged(quantize_a_projection))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored", "scale"),
+    [
+        (torch.float8_e4m3fn, "F8_E4M3", "weight_scale"),
+        (torch.float8_e4m3fn, "F8_E4M3", "weight_scale_inv"),
+        (torch.int8, "I8", "SCB"),
+    ],
+)
+def test_other_formats_are_not_cast(damaged, dtype, stored, scale):
+    """transformers would cast the codes to bfloat16, and drop their scale with a warning."""
+    name = "model.layers.0.self_attn.o_proj"
+
+    def quantize_a_projection(tensors: dict) -> None:
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float().to(dtype)
+        tensors[f"{name}.{scale}"] = torch.tensor(3.0)
+
+    message = rf"model.safetensors: {name}.weight: is {stored}: nothing but experts can be quantized"
+    with pytest.raises(CheckpointError, match=message):
+        load(damaged(quantize_a_projection))
+
+
 def test_nothing_is_initialized_in_silence(paths):
     """transformers' own account of a load: nothing missing, unexpected or mismatched."""
     for layout in ("csf", "dense"):

@@ -25,6 +25,7 @@ from finegrained_kernels.checkpoint.names import Plane, layer_of, split_expert
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _INPUT_SCALES = {False: ".input_scale", True: ".input_global_scale"}  # by whether globals divide
+_FLOATS = ("BF16", "F16", "F32", "F64")
 _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 
 
@@ -127,6 +128,9 @@ class _Renaming:
 
     def __call__(self, name: str) -> tuple[str, str | None]:
         return rename_source_key(name, self._renamings, self._converters, self._prefix, self.state)
+
+    def is_floating(self, target: str) -> bool:
+        return target in self.state and self.state[target].is_floating_point()
 
     def converter(self, pattern: str) -> WeightConverter:
         return next(entry for entry in self._converters if pattern in entry.source_patterns)
@@ -261,11 +265,19 @@ def _check_nothing_ignored(checkpoint: Checkpoint, plans: Sequence[ExpertsPlan],
 def _check_nothing_missing(
     model: torch.nn.Module, checkpoint: Checkpoint, rename: _Renaming, sources: set[str], stood_in: set[str]
 ) -> None:
-    """Raise if transformers would initialize anything at random, for want of a tensor."""
+    """Raise if transformers would initialize anything at random, for want of a tensor, or cast what is quantized."""
     loaded: set[str] = set()
-    for name in checkpoint.located:
-        if not belongs_to(name, sources):
-            loaded.update(rename.targets(name))
+    faults = []
+    for name, (shard, info) in checkpoint.located.items():
+        if belongs_to(name, sources):
+            continue
+        targets = rename.targets(name)
+        loaded.update(targets)
+        if info.dtype not in _FLOATS and any(rename.is_floating(target) for target in targets):
+            faults.append(
+                Fault(shard, name, f"is {info.dtype}: nothing but experts can be quantized, and only to NVFP4")
+            )
+    raise_faults(faults)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     missing = [
