@@ -99,6 +99,16 @@ def test_a_layer_too_many(damaged):
             rf"{SCALE}.nvfp4_csf_fixed: expected U8 \[",
         ),
         (f"{EXPERT}.up_proj.weight_scale_2", torch.ones(2), r"up_proj.weight_scale_2: expected one F32 value"),
+        (
+            f"{EXPERT}.up_proj.weight_scale_2",
+            torch.tensor(float("nan")),
+            r"up_proj.weight_scale_2: is nan, which is no",
+        ),
+        (
+            f"{EXPERT}.down_proj.weight_scale_2",
+            torch.tensor(float("inf")),
+            r"down_proj.weight_scale_2: is inf, which is",
+        ),
         (f"{EXPERT}.up_proj.input_scale", torch.ones(2), r"up_proj.input_scale: expected one F32 value"),
         (f"{EXPERT}.up_proj.input_scale", torch.tensor(0.02), r"up_proj.input_scale: differs from gate's"),
         (f"{EXPERT}.down_proj.input_scale", torch.tensor(0.0), r"down_proj.input_scale: is 0.0, which is no scale"),
