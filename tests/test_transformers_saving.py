@@ -106,6 +106,19 @@ def test_planes_that_stayed_dense_stay_so(bundle, tmp_path):
         assert torch.equal(generate(model, 4), generate(load(paths["csf"], "dense"), 4))
 
 
+def test_input_scales_that_some_experts_lack(bundle, tmp_path):
+    """As where calibration sent an expert nothing: the others' are saved."""
+    paths = write_checkpoints(tmp_path, "qwen3_moe", input_scale=0.01)
+    tensors = read_tensors(paths["csf"])
+    for projection in ("gate_proj", "up_proj"):
+        del tensors[f"model.layers.1.mlp.experts.3.{projection}.input_scale"]
+    del tensors["model.layers.0.mlp.experts.5.down_proj.input_scale"]
+    config = json.loads((paths["csf"] / "config.json").read_text())
+    some = write_checkpoint(tmp_path / "some", tensors, config)
+    load(some, activation_format="bf16").save_pretrained(tmp_path / "saved")
+    assert_same_checkpoint(tmp_path / "saved", some)
+
+
 def test_layers_that_were_never_quantized_stay_so(bundle, tmp_path):
     """One layer's experts NVFP4, the other's bfloat16: transformers loads and saves these itself."""
     write_bf16(tmp_path / "bf16", "mixtral")

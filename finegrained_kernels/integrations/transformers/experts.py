@@ -56,7 +56,8 @@ class NVFP4ExpertsModule(torch.nn.Module):
         num_experts: `E`, of this rank.
         activation_format: as `moe_forward` takes it.
         experts: the bundle's `NVFP4Experts` over this module's tensors; None until loaded or, in a copy, called.
-        stored: globals and input scales as in the checkpoint, by projection, on the CPU, for saving.
+        stored: globals and input scales as in the checkpoint, and which of these it has, by projection, on the CPU,
+            for saving.
 
     Scales and globals are buffers, without an entry in the state dict; no cast to another dtype touches them.
     """

@@ -64,8 +64,9 @@ def load_experts(
         module.stored[name] = _read_stored(reader, stack, lambda plane: plane.global_scale)
         multipliers = _weight_globals(reader, stack, module.stored[name])
         module.register_buffer(f"{name}_global", multipliers.to(device), persistent=False)
-        if all(input_scale_name(plane) in reader.checkpoint.located for planes in stack for plane in planes):
-            module.stored[f"{name}_input"] = _read_stored(reader, stack, input_scale_name)
+        located = [[input_scale_name(plane) in reader.checkpoint.located for plane in planes] for planes in stack]
+        module.stored[f"{name}_has_input"] = torch.tensor(located).T
+        module.stored[f"{name}_input"] = _read_stored(reader, stack, input_scale_name)
         if input_scales:
             multipliers = _input_scales(reader, stack, module.stored[f"{name}_input"])
             module.register_buffer(f"{name}_input_global", multipliers.to(device), persistent=False)
@@ -105,8 +106,12 @@ def _read_weights(
 def _read_stored(
     reader: TensorReader, stack: Sequence[Sequence[Plane]], name_of: Callable[[Plane], str]
 ) -> torch.Tensor:
-    """Single float32 values as they are in the checkpoint, `[E, halves]`: what saving writes again."""
-    columns = [b"".join(reader.read(name_of(plane)) for plane in planes) for planes in stack]
+    """Single float32 values as they are in the checkpoint, `[E, halves]`, for saving; zero where it has none."""
+
+    def read(name: str) -> bytes:
+        return reader.read(name) if name in reader.checkpoint.located else bytes(4)
+
+    columns = [b"".join(read(name_of(plane)) for plane in planes) for planes in stack]
     return torch.stack([torch.frombuffer(bytearray(data), dtype=torch.float32) for data in columns], dim=1)
 
 
