@@ -126,6 +126,13 @@ def test_a_wrong_tensor(damaged, name, tensor, message):
         load(damaged(put(name, tensor)))
 
 
+@pytest.mark.parametrize("activation_format", ["bf16", "nvfp4_dynamic"])
+def test_a_wrong_input_scale_that_only_saving_reads(damaged, activation_format):
+    name = f"{EXPERT}.up_proj.input_scale"
+    with pytest.raises(CheckpointError, match=rf"{name}: expected one F32 value, got BF16 \[\]"):
+        load(damaged(put(name, torch.tensor(0.01).bfloat16())), activation_format=activation_format)
+
+
 def test_experts_of_another_size_than_the_config_says(damaged):
     root = damaged(config=lambda config: config.update(moe_intermediate_size=96))
     message = r"experts.0.gate_proj.weight: expected \[96, 64\] for the model.layers.0.mlp.experts of the model"

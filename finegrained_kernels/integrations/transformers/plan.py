@@ -66,24 +66,21 @@ def has_input_scales(checkpoint: Checkpoint, plan: ExpertsPlan, wanted: str) -> 
     """Whether activations are quantized with calibrated scales. ``wanted`` is an `activation_format`.
 
     Raises:
-        CheckpointError: some or, if they are asked for, all are missing, or not a single F32 value.
+        CheckpointError: one is not a single F32 value, which saving needs too; or they are used, and some are missing.
     """
-    if wanted in ("bf16", "nvfp4_dynamic"):
-        return False
     names = [input_scale_name(plane) for plane in plan.planes]
     missing = [name for name in names if name not in checkpoint.located]
-    if wanted == "auto" and len(missing) == len(names):
-        return False
-    faults = [
-        Fault(_shard(checkpoint, plan), name, "missing: quantized activations (W4A4) need one for every expert")
-        for name in missing
-    ]
-    for name in set(names) - set(missing):
+    faults = []
+    for name in sorted(set(names) - set(missing)):
         shard, info = checkpoint.located[name]
         if info.dtype != "F32" or info.nbytes != 4:
             faults.append(Fault(shard, name, f"expected one F32 value, got {info.dtype} {list(info.shape)}"))
+    used = wanted == "nvfp4" or (wanted == "auto" and len(missing) < len(names))
+    if used:
+        message = "missing: quantized activations (W4A4) need one for every expert"
+        faults += [Fault(_shard(checkpoint, plan), name, message) for name in missing]
     raise_faults(faults)
-    return True
+    return used
 
 
 def plan_experts(model: torch.nn.Module, checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> list[ExpertsPlan]:
