@@ -203,6 +203,18 @@ def test_structures_that_the_kernels_do_not_compute(paths, tmp_path):
         load(root)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sizes"), [({"moe_intermediate_size": 48}, "128 x 48"), ({"hidden_size": 80}, "80 x 64")]
+)
+@pytest.mark.parametrize("strategy", ["auto", "staged", "dense"])
+def test_sizes_that_the_kernels_do_not_take(bundle, tmp_path, changes, sizes, strategy):
+    paths = write_checkpoints(tmp_path, "qwen3_moe", **changes)
+    with pytest.raises(
+        CheckpointError, match=rf"cannot run on these kernels: it is {sizes}, which must be multiples of"
+    ):
+        load(paths["csf"], strategy)
+
+
 def test_other_quantized_layers_are_refused(damaged):
     def quantize_a_projection(tensors: dict) -> None:
         name = "model.layers.0.self_attn.o_proj"

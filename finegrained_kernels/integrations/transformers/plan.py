@@ -26,6 +26,7 @@ from finegrained_kernels.checkpoint.names import Plane, layer_of, split_expert
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _INPUT_SCALES = {False: ".input_scale", True: ".input_global_scale"}  # by whether globals divide
 _FLOATS = ("BF16", "F16", "F32", "F64")
+_UNIT = 32  # of weights along K, in the GEMMs
 _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 
 
@@ -218,6 +219,8 @@ def _check_structure(module: torch.nn.Module, plan: ExpertsPlan) -> None:
         wrong.append(f"its activation is {type(getattr(module, 'act_fn', None)).__name__}, not SiLU")
     if getattr(type(module), "_apply_gate", None) is not _default_apply_gate:
         wrong.append("it has a gate of its own")
+    if plan.hidden_size % _UNIT or plan.intermediate_size % _UNIT:
+        wrong.append(f"it is {plan.hidden_size} x {plan.intermediate_size}, which must be multiples of {_UNIT}")
     if wrong:
         raise CheckpointError(f"{plan.module}: {type(module).__name__} cannot run on these kernels: {'; '.join(wrong)}")
 
