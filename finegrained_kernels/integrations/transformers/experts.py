@@ -150,6 +150,18 @@ class NVFP4ExpertsModule(torch.nn.Module):
             self.prepare()
         return self
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *found: list[str]
+    ) -> None:
+        """Take nothing but this module's own weights: others would be read with scales that are not theirs."""
+        *_, errors = found
+        for name, parameter in self.named_parameters(recurse=False):
+            given = state_dict.get(prefix + name)
+            if given is not None and not torch.equal(given.to(parameter.device), parameter):
+                errors.append(f"{prefix}{name}: other NVFP4 weights, without their scales: use from_pretrained")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
+
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts} experts, {self.hidden_dim} x {self.intermediate_dim}"
         return f"{sizes}, scales={'compressed' if self._compressed() else 'dense'}"
