@@ -238,6 +238,19 @@ def test_copies_and_pickles_run(checkpoints):
     assert torch.equal(pickle.loads(pickle.dumps(mine))(*call), mine(*call))
 
 
+def test_state_dicts_of_other_models_are_refused(checkpoints, bundle, tmp_path):
+    """They have packed weights, and not the scales to read them with."""
+    model = load(checkpoints("qwen3_moe")["csf"])
+    expected = generate(model, 5)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    other = load(write_checkpoints(tmp_path, "qwen3_moe", seed=1)["csf"])
+    with pytest.raises(
+        RuntimeError, match=r"layers.0.mlp.experts.gate_up_proj: other NVFP4 weights, without their scales"
+    ):
+        model.load_state_dict({name: t for name, t in other.state_dict().items() if ".experts." in name}, strict=False)
+    assert torch.equal(generate(model, 5), expected)
+
+
 def test_calibrated_activations(bundle, tmp_path):
     paths = write_checkpoints(tmp_path, "qwen3_moe", input_scale=2.0**-8)
     models = {name: load(paths["csf"], activation_format=name) for name in ("auto", "nvfp4", "nvfp4_dynamic", "bf16")}

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
 pytest.importorskip("accelerate", reason="needs accelerate, without which transformers knows no device_map")
 
+from accelerate import cpu_offload
 from transformers.integrations.accelerate import compute_module_sizes
 
 from finegrained_kernels.integrations.transformers import nvfp4_experts
@@ -46,6 +47,32 @@ def test_sizes_that_a_device_map_is_made_of(paths, monkeypatch):
         assert not hasattr(layer, "reserved")
         taken = layer.gate_up_proj.nbytes + layer.down_proj.nbytes + layer.scale_bytes
         assert abs(taken - expected) < 0.05 * taken
+
+
+def test_layers_that_accelerate_offloads_stay_where_they_are(paths, monkeypatch):
+    """What it does to a layer on the CPU, beside a GPU, with the CPU in the GPU's place."""
+    first, second = nvfp4_experts(load(paths["csf"], "dense"))
+    offloaded = []
+
+    def dispatch(model, *_):
+        cpu_offload(model.model.layers[1], execution_device="cpu")
+        offloaded.append(model.model.layers[1].mlp.experts.device.type)
+
+    monkeypatch.setattr("transformers.modeling_utils.accelerate_dispatch", dispatch)
+    device_map = {"model": torch.device("cpu"), "model.layers.1": "cpu", "lm_head": torch.device("cpu")}
+    for strategy in ("dense", "staged", "fused"):
+        model = load(paths["csf"], strategy, device_map=device_map)
+        assert offloaded.pop() == "meta"
+        assert [layer.experts.gate_up.device.type for layer in nvfp4_experts(model)] == ["cpu", "cpu"]
+        for layer, expected in zip(nvfp4_experts(model), (first, second), strict=True):
+            assert torch.equal(layer.gate_up_proj, expected.gate_up_proj)
+            hidden, routing = torch.randn(4, 128).bfloat16(), (torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5))
+            assert torch.equal(layer(hidden, *routing), expected(hidden, *routing))
+
+
+def test_no_device_is_refused(paths):
+    with pytest.raises(ValueError, match="NVFP4 experts cannot be loaded on the meta device"):
+        load(paths["csf"], device_map="meta")
 
 
 def test_disk_is_refused(paths, tmp_path):

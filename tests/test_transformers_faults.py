@@ -99,6 +99,16 @@ def test_a_layer_too_many(damaged):
             rf"{SCALE}.nvfp4_csf_fixed: expected U8 \[",
         ),
         (f"{EXPERT}.up_proj.weight_scale_2", torch.ones(2), r"up_proj.weight_scale_2: expected one F32 value"),
+        (
+            f"{EXPERT}.up_proj.weight_scale_2",
+            torch.tensor(float("nan")),
+            r"up_proj.weight_scale_2: is nan, which is no",
+        ),
+        (
+            f"{EXPERT}.down_proj.weight_scale_2",
+            torch.tensor(float("inf")),
+            r"down_proj.weight_scale_2: is inf, which is",
+        ),
         (f"{EXPERT}.up_proj.input_scale", torch.ones(2), r"up_proj.input_scale: expected one F32 value"),
         (f"{EXPERT}.up_proj.input_scale", torch.tensor(0.02), r"up_proj.input_scale: differs from gate's"),
         (f"{EXPERT}.down_proj.input_scale", torch.tensor(0.0), r"down_proj.input_scale: is 0.0, which is no scale"),
@@ -114,6 +124,13 @@ def test_a_layer_too_many(damaged):
 def test_a_wrong_tensor(damaged, name, tensor, message):
     with pytest.raises(CheckpointError, match=message):
         load(damaged(put(name, tensor)))
+
+
+@pytest.mark.parametrize("activation_format", ["bf16", "nvfp4_dynamic"])
+def test_a_wrong_input_scale_that_only_saving_reads(damaged, activation_format):
+    name = f"{EXPERT}.up_proj.input_scale"
+    with pytest.raises(CheckpointError, match=rf"{name}: expected one F32 value, got BF16 \[\]"):
+        load(damaged(put(name, torch.tensor(0.01).bfloat16())), activation_format=activation_format)
 
 
 def test_experts_of_another_size_than_the_config_says(damaged):
@@ -154,11 +171,48 @@ def test_a_wrong_config(damaged, change, message):
         load(root)
 
 
+def test_a_config_that_names_single_experts(paths, tmp_path):
+    """As ModelOpt's MIXED_PRECISION does: every linear layer has an entry of its own."""
+    root = shutil.copytree(paths["dense"], tmp_path / "single")
+
+    def name_experts(config: dict) -> None:
+        layers = config["quantization_config"]["quantized_layers"]
+        modules = [
+            f"{module}.{expert}.{projection}"
+            for module in layers
+            for expert in range(8)
+            for projection in ("gate_proj", "up_proj", "down_proj")
+        ]
+        config["quantization_config"]["quantized_layers"] = {key: {"quant_algo": "NVFP4"} for key in modules}
+
+    edit_json(root / "config.json", name_experts)
+    ids = torch.arange(8).view(1, -1)
+    assert torch.equal(load(root)(ids).logits, load(paths["dense"])(ids).logits)
+    stray = {"model.layers.9.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"}}
+    edit_json(root / "config.json", lambda config: config["quantization_config"]["quantized_layers"].update(stray))
+    with pytest.raises(
+        CheckpointError, match=r"layers.9.mlp.experts.0.up_proj: named as NVFP4, but the checkpoint has no"
+    ):
+        load(root)
+
+
 def test_structures_that_the_kernels_do_not_compute(paths, tmp_path):
     root = shutil.copytree(paths["csf"], tmp_path / "gelu")
     edit_json(root / "config.json", lambda config: config.update(hidden_act="gelu"))
     with pytest.raises(CheckpointError, match=r"Qwen3MoeExperts cannot run on these kernels: its activation is GELU"):
         load(root)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"), [({"moe_intermediate_size": 48}, "128 x 48"), ({"hidden_size": 80}, "80 x 64")]
+)
+@pytest.mark.parametrize("strategy", ["auto", "staged", "dense"])
+def test_sizes_that_the_kernels_do_not_take(bundle, tmp_path, changes, sizes, strategy):
+    paths = write_checkpoints(tmp_path, "qwen3_moe", **changes)
+    with pytest.raises(
+        CheckpointError, match=rf"cannot run on these kernels: it is {sizes}, which must be multiples of"
+    ):
+        load(paths["csf"], strategy)
 
 
 def test_other_quantized_layers_are_refused(damaged):
@@ -169,6 +223,27 @@ def test_other_quantized_layers_are_refused(damaged):
         tensors[f"{name}.weight_scale_2"] = torch.tensor(1.0)
 
     with pytest.raises(CheckpointError, match=r"self_attn.o_proj.weight: NVFP4, but no expert"):
+        load(damaged(quantize_a_projection))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "scale"),
+    [
+        (torch.float8_e4m3fn, "F8_E4M3", "weight_scale"),
+        (torch.float8_e4m3fn, "F8_E4M3", "weight_scale_inv"),
+        (torch.int8, "I8", "SCB"),
+    ],
+)
+def test_other_formats_are_not_cast(damaged, dtype, stored, scale):
+    """transformers would cast the codes to bfloat16, and drop their scale with a warning."""
+    name = "model.layers.0.self_attn.o_proj"
+
+    def quantize_a_projection(tensors: dict) -> None:
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float().to(dtype)
+        tensors[f"{name}.{scale}"] = torch.tensor(3.0)
+
+    message = rf"model.safetensors: {name}.weight: is {stored}: nothing but experts can be quantized"
+    with pytest.raises(CheckpointError, match=message):
         load(damaged(quantize_a_projection))
 
 

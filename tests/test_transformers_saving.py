@@ -106,6 +106,19 @@ def test_planes_that_stayed_dense_stay_so(bundle, tmp_path):
         assert torch.equal(generate(model, 4), generate(load(paths["csf"], "dense"), 4))
 
 
+def test_input_scales_that_some_experts_lack(bundle, tmp_path):
+    """As where calibration sent an expert nothing: the others' are saved."""
+    paths = write_checkpoints(tmp_path, "qwen3_moe", input_scale=0.01)
+    tensors = read_tensors(paths["csf"])
+    for projection in ("gate_proj", "up_proj"):
+        del tensors[f"model.layers.1.mlp.experts.3.{projection}.input_scale"]
+    del tensors["model.layers.0.mlp.experts.5.down_proj.input_scale"]
+    config = json.loads((paths["csf"] / "config.json").read_text())
+    some = write_checkpoint(tmp_path / "some", tensors, config)
+    load(some, activation_format="bf16").save_pretrained(tmp_path / "saved")
+    assert_same_checkpoint(tmp_path / "saved", some)
+
+
 def test_layers_that_were_never_quantized_stay_so(bundle, tmp_path):
     """One layer's experts NVFP4, the other's bfloat16: transformers loads and saves these itself."""
     write_bf16(tmp_path / "bf16", "mixtral")
@@ -120,6 +133,35 @@ def test_layers_that_were_never_quantized_stay_so(bundle, tmp_path):
         assert torch.equal(generate(model, 4), expected)
     model.save_pretrained(tmp_path / "saved")
     assert_same_checkpoint(tmp_path / "saved", tmp_path / "csf")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "copied", "left_out"),
+    [
+        ("qwen3_next", "model.layers.1.", "mtp.layers.0."),
+        ("glm4_moe", "model.layers.2.", "model.layers.46."),
+    ],
+)
+@pytest.mark.parametrize("layout", ["csf", "dense"])
+def test_layers_for_further_tokens_are_left_out(bundle, tmp_path, architecture, copied, left_out, layout):
+    """Published checkpoints have them, transformers' models do not: neither loaded nor, then, saved or named."""
+    paths = write_checkpoints(tmp_path, architecture)
+    tensors = read_tensors(paths["bf16"])
+    for name in [name for name in tensors if name.startswith(copied)]:
+        tensors[name.replace(copied, left_out)] = tensors[name].clone()
+    config = json.loads((paths["bf16"] / "config.json").read_text())
+    quantize(write_checkpoint(tmp_path / "longer", tensors, config), tmp_path / "longer-dense")
+    compress(tmp_path / "longer-dense", tmp_path / "longer-csf")
+    path = tmp_path / f"longer-{layout}"
+    assert (
+        f"{left_out}mlp.experts"
+        in json.loads((path / "config.json").read_text())["quantization_config"]["quantized_layers"]
+    )
+    model = load(path)
+    assert torch.equal(generate(model, 4), generate(load(paths[layout]), 4))
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_checkpoint(tmp_path / "saved", paths[layout])
+    assert torch.equal(generate(load(tmp_path / "saved"), 4), generate(model, 4))
 
 
 def test_shards_in_a_subfolder_and_models_without_a_head(bundle, tmp_path):

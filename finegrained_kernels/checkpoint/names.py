@@ -65,14 +65,19 @@ class Plane(NamedTuple):
     @property
     def layer_module(self) -> str:
         """What config.json names: the experts of a layer together, any other module by itself."""
-        expert = split_expert(self.module)
-        return expert[0] if expert else self.module
+        return layer_of(self.module)
 
 
 def split_expert(module: str) -> tuple[str, int, str] | None:
     """``("<prefix>.experts", expert, projection)`` of an expert's module, None for any other."""
     match = _EXPERT.fullmatch(module)
     return (match["experts"], int(match["expert"]), match["projection"]) if match else None
+
+
+def layer_of(module: str) -> str:
+    """The experts of a layer, for the module of one of them; any other module is itself a layer."""
+    expert = split_expert(module)
+    return expert[0] if expert else module
 
 
 def layer_number(module: str) -> int | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from finegrained_kernels.checkpoint.names import layer_of
 
 MODELOPT, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
 METHOD = "finegrained-kernels"
@@ -58,6 +60,11 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
         """The checkpoint's own `quantization_config`, which is what `save_pretrained` writes."""
         own = {"quant_method": METHOD, **self.get_loading_attributes()}
         return copy.deepcopy(own if self.checkpoint is None else self.checkpoint)
+
+    def drop_layers(self, modules: Collection[str]) -> None:
+        """Name these layers no more: the model leaves them out, so what `save_pretrained` writes lacks them."""
+        if named := (self.checkpoint or {}).get("quantized_layers"):
+            self.checkpoint["quantized_layers"] = {name: named[name] for name in named if layer_of(name) not in modules}
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What the caller of `from_pretrained` decides, and not the checkpoint."""

@@ -56,7 +56,8 @@ class NVFP4ExpertsModule(torch.nn.Module):
         num_experts: `E`, of this rank.
         activation_format: as `moe_forward` takes it.
         experts: the bundle's `NVFP4Experts` over this module's tensors; None until loaded or, in a copy, called.
-        stored: globals and input scales as in the checkpoint, by projection, on the CPU, for saving.
+        stored: globals and input scales as in the checkpoint, and which of these it has, by projection, on the CPU,
+            for saving.
 
     Scales and globals are buffers, without an entry in the state dict; no cast to another dtype touches them.
     """
@@ -148,6 +149,18 @@ class NVFP4ExpertsModule(torch.nn.Module):
         if self.experts is not None:
             self.prepare()
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *found: list[str]
+    ) -> None:
+        """Take nothing but this module's own weights: others would be read with scales that are not theirs."""
+        *_, errors = found
+        for name, parameter in self.named_parameters(recurse=False):
+            given = state_dict.get(prefix + name)
+            if given is not None and not torch.equal(given.to(parameter.device), parameter):
+                errors.append(f"{prefix}{name}: other NVFP4 weights, without their scales: use from_pretrained")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts} experts, {self.hidden_dim} x {self.intermediate_dim}"

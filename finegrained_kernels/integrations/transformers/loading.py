@@ -61,10 +61,12 @@ def load_experts(
         cut = {"by_columns": by_columns, "tp_rank": part.tp_rank, "tp_size": part.tp_size, "device": device}
         module.set_scales(name, _read_scales(module, reader, stack, strategy, cut))
     for name, stack in (("gate_up", halves), ("down", [down])):
-        module.register_buffer(f"{name}_global", read_globals(reader, stack).to(device), persistent=False)
         module.stored[name] = _read_stored(reader, stack, lambda plane: plane.global_scale)
-        if all(input_scale_name(plane) in reader.checkpoint.located for planes in stack for plane in planes):
-            module.stored[f"{name}_input"] = _read_stored(reader, stack, input_scale_name)
+        multipliers = _weight_globals(reader, stack, module.stored[name])
+        module.register_buffer(f"{name}_global", multipliers.to(device), persistent=False)
+        located = [[input_scale_name(plane) in reader.checkpoint.located for plane in planes] for planes in stack]
+        module.stored[f"{name}_has_input"] = torch.tensor(located).T
+        module.stored[f"{name}_input"] = _read_stored(reader, stack, input_scale_name)
         if input_scales:
             multipliers = _input_scales(reader, stack, module.stored[f"{name}_input"])
             module.register_buffer(f"{name}_input_global", multipliers.to(device), persistent=False)
@@ -104,9 +106,23 @@ def _read_weights(
 def _read_stored(
     reader: TensorReader, stack: Sequence[Sequence[Plane]], name_of: Callable[[Plane], str]
 ) -> torch.Tensor:
-    """Single float32 values as they are in the checkpoint, `[E, halves]`: what saving writes again."""
-    columns = [b"".join(reader.read(name_of(plane)) for plane in planes) for planes in stack]
+    """Single float32 values as they are in the checkpoint, `[E, halves]`, for saving; zero where it has none."""
+
+    def read(name: str) -> bytes:
+        return reader.read(name) if name in reader.checkpoint.located else bytes(4)
+
+    columns = [b"".join(read(name_of(plane)) for plane in planes) for planes in stack]
     return torch.stack([torch.frombuffer(bytearray(data), dtype=torch.float32) for data in columns], dim=1)
+
+
+def _weight_globals(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored: torch.Tensor) -> torch.Tensor:
+    """Second-level scales as multipliers, float32 `[E]` or `[E, 2]`. Zero is one, of an expert that is all zeros."""
+    multipliers = read_globals(reader, stack)
+    for expert, half in (~multipliers.view(stored.shape).isfinite()).nonzero().tolist():
+        name = stack[half][expert].global_scale
+        message = f"is {float(stored[expert, half])}, which is no scale"
+        raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
+    return multipliers
 
 
 def _input_scales(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored: torch.Tensor) -> torch.Tensor:

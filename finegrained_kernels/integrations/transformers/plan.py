@@ -21,10 +21,12 @@ from finegrained_kernels.checkpoint import Checkpoint, CheckpointError, Fault
 from finegrained_kernels.checkpoint.config import marked_layers
 from finegrained_kernels.checkpoint.errors import raise_faults
 from finegrained_kernels.checkpoint.layouts import CONFIG
-from finegrained_kernels.checkpoint.names import Plane, split_expert
+from finegrained_kernels.checkpoint.names import Plane, layer_of, split_expert
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _INPUT_SCALES = {False: ".input_scale", True: ".input_global_scale"}  # by whether globals divide
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_UNIT = 32  # of weights along K, in the GEMMs
 _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 
 
@@ -65,45 +67,46 @@ def has_input_scales(checkpoint: Checkpoint, plan: ExpertsPlan, wanted: str) -> 
     """Whether activations are quantized with calibrated scales. ``wanted`` is an `activation_format`.
 
     Raises:
-        CheckpointError: some or, if they are asked for, all are missing, or not a single F32 value.
+        CheckpointError: one is not a single F32 value, which saving needs too; or they are used, and some are missing.
     """
-    if wanted in ("bf16", "nvfp4_dynamic"):
-        return False
     names = [input_scale_name(plane) for plane in plan.planes]
     missing = [name for name in names if name not in checkpoint.located]
-    if wanted == "auto" and len(missing) == len(names):
-        return False
-    faults = [
-        Fault(_shard(checkpoint, plan), name, "missing: quantized activations (W4A4) need one for every expert")
-        for name in missing
-    ]
-    for name in set(names) - set(missing):
+    faults = []
+    for name in sorted(set(names) - set(missing)):
         shard, info = checkpoint.located[name]
         if info.dtype != "F32" or info.nbytes != 4:
             faults.append(Fault(shard, name, f"expected one F32 value, got {info.dtype} {list(info.shape)}"))
+    used = wanted == "nvfp4" or (wanted == "auto" and len(missing) < len(names))
+    if used:
+        message = "missing: quantized activations (W4A4) need one for every expert"
+        faults += [Fault(_shard(checkpoint, plan), name, message) for name in missing]
     raise_faults(faults)
-    return True
+    return used
 
 
 def plan_experts(model: torch.nn.Module, checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> list[ExpertsPlan]:
     """A plan for each layer of NVFP4 experts, in the model's order. ``model`` is on the meta device, unchanged.
+
+    Layers that the model's class leaves out have none: Qwen3-Next's `mtp.`, and GLM-4-MoE's after the last.
 
     Raises:
         CheckpointError: anything in checkpoint or config that does not fit the model, by layer, expert and projection.
     """
     raise_faults(checkpoint.faults)
     _check_config(checkpoint, config_dict)
-    others = [plane for plane in checkpoint.planes.values() if split_expert(plane.module) is None]
+    rename = _Renaming(model)
+    left_out = _layers_left_out(checkpoint, rename)
+    planes = [plane for plane in checkpoint.planes.values() if plane.layer_module not in left_out]
+    others = [plane for plane in planes if split_expert(plane.module) is None]
     if others:
         message = f"NVFP4, but no expert: only experts can be; {len(others)} such layers"
         raise CheckpointError([Fault(checkpoint.located[others[0].weight][0], others[0].weight, message)])
-    if not checkpoint.experts:
+    sources = set(checkpoint.experts) - left_out
+    if not sources:
         raise CheckpointError(f"{checkpoint.root}: no NVFP4 experts in it, so nothing that these kernels can run")
-    rename = _Renaming(model)
-    plans = [_plan_layer(model, checkpoint, source, rename) for source in checkpoint.experts]
+    plans = [_plan_layer(model, checkpoint, source, rename) for source in checkpoint.experts if source in sources]
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     plans.sort(key=lambda plan: order[plan.module])
-    sources = {plan.source for plan in plans}
     _check_nothing_ignored(checkpoint, plans, sources)
     stood_in = {f"{plan.module}.{name}" for plan in plans for name in (GATE_UP, DOWN)}
     _check_nothing_missing(model, checkpoint, rename, sources, stood_in)
@@ -118,13 +121,22 @@ class _Renaming:
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._prefix = model.base_model_prefix
+        self._unwanted = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         self.state = model.state_dict()
 
     def __call__(self, name: str) -> tuple[str, str | None]:
         return rename_source_key(name, self._renamings, self._converters, self._prefix, self.state)
 
+    def is_floating(self, target: str) -> bool:
+        return target in self.state and self.state[target].is_floating_point()
+
     def converter(self, pattern: str) -> WeightConverter:
         return next(entry for entry in self._converters if pattern in entry.source_patterns)
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the model has no such tensor, and its class says that checkpoints may have it all the same."""
+        target, _ = self(name)
+        return target not in self.state and any(p.search(key) for p in self._unwanted for key in (name, target))
 
     def targets(self, name: str) -> list[str]:
         """All parameters that a tensor becomes part of."""
@@ -133,6 +145,12 @@ class _Renaming:
             return [name]
         first, *others = self.converter(pattern).target_patterns if pattern else [""]
         return [target, *(target.replace(first, other) for other in others)]
+
+
+def _layers_left_out(checkpoint: Checkpoint, rename: _Renaming) -> set[str]:
+    """NVFP4 layers that transformers leaves unread by its own rule, such as those that predict further tokens."""
+    weights = {plane.layer_module: plane.weight for plane in checkpoint.planes.values()}
+    return {module for module, weight in weights.items() if rename.leaves_out(weight)}
 
 
 def _plan_layer(model: torch.nn.Module, checkpoint: Checkpoint, source: str, rename: _Renaming) -> ExpertsPlan:
@@ -201,6 +219,8 @@ def _check_structure(module: torch.nn.Module, plan: ExpertsPlan) -> None:
         wrong.append(f"its activation is {type(getattr(module, 'act_fn', None)).__name__}, not SiLU")
     if getattr(type(module), "_apply_gate", None) is not _default_apply_gate:
         wrong.append("it has a gate of its own")
+    if plan.hidden_size % _UNIT or plan.intermediate_size % _UNIT:
+        wrong.append(f"it is {plan.hidden_size} x {plan.intermediate_size}, which must be multiples of {_UNIT}")
     if wrong:
         raise CheckpointError(f"{plan.module}: {type(module).__name__} cannot run on these kernels: {'; '.join(wrong)}")
 
@@ -224,7 +244,7 @@ def _check_config(checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> Non
         algorithm = entry.get("quant_algo", "NVFP4")
         if algorithm != "NVFP4":
             faults.append(Fault(CONFIG, module, f"quant_algo is {algorithm!r}: only NVFP4 experts are supported"))
-        elif module not in present and module not in marked:
+        elif layer_of(module) not in present and module not in marked:
             faults.append(Fault(CONFIG, module, "named as NVFP4, but the checkpoint has no such layer"))
     raise_faults(faults)
 
@@ -245,11 +265,19 @@ def _check_nothing_ignored(checkpoint: Checkpoint, plans: Sequence[ExpertsPlan],
 def _check_nothing_missing(
     model: torch.nn.Module, checkpoint: Checkpoint, rename: _Renaming, sources: set[str], stood_in: set[str]
 ) -> None:
-    """Raise if transformers would initialize anything at random, for want of a tensor."""
+    """Raise if transformers would initialize anything at random, for want of a tensor, or cast what is quantized."""
     loaded: set[str] = set()
-    for name in checkpoint.located:
-        if not belongs_to(name, sources):
-            loaded.update(rename.targets(name))
+    faults = []
+    for name, (shard, info) in checkpoint.located.items():
+        if belongs_to(name, sources):
+            continue
+        targets = rename.targets(name)
+        loaded.update(targets)
+        if info.dtype not in _FLOATS and any(rename.is_floating(target) for target in targets):
+            faults.append(
+                Fault(shard, name, f"is {info.dtype}: nothing but experts can be quantized, and only to NVFP4")
+            )
+    raise_faults(faults)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     missing = [

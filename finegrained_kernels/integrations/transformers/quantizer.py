@@ -63,6 +63,8 @@ class NVFP4CSFQuantizer(HfQuantizer):
         checkpoint = open_checkpoint(_root_of(kwargs.get("checkpoint_files")))
         config = self.quantization_config
         self.plans = plan_experts(model, checkpoint, config.checkpoint or {})
+        present = {plane.layer_module for plane in checkpoint.planes.values()}
+        config.drop_layers(present - {plan.source for plan in self.plans})
         wanted = [has_input_scales(checkpoint, plan, config.activation_format) for plan in self.plans]
         if len(set(wanted)) > 1:
             plan = self.plans[wanted.index(False)]
@@ -102,7 +104,9 @@ class NVFP4CSFQuantizer(HfQuantizer):
         )
         modules = [model.get_submodule(plan.module) for plan in self.plans]
         for module in modules:
-            delattr(module, RESERVED)
+            if module.device.type == "meta":
+                _bring_back(module)
+            delattr(module, RESERVED)  # last: accelerate brings back all the tensors that it took
         with TensorReader(self._checkpoint) as reader, torch.device("cpu"):
             for plan, module in zip(self.plans, modules, strict=True):
                 load_experts(
@@ -148,6 +152,21 @@ class NVFP4CSFQuantizer(HfQuantizer):
             return sum(plane.nbytes for plane in plan.planes)
         located = self._checkpoint.located
         return sum(located[name][1].nbytes for plane in plan.planes for name in plane.tensors)
+
+
+def _bring_back(module: NVFP4ExpertsModule) -> None:
+    """Have accelerate move activations to a layer on the CPU, beside a GPU, instead of its weights to the GPU.
+
+    Raises:
+        ValueError: it is on no device.
+    """
+    if hasattr(module, "_hf_hook"):
+        from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+        remove_hook_from_module(module)
+        add_hook_to_module(module, AlignDevicesHook(execution_device=module.device, io_same_device=True))
+    if module.device.type == "meta":
+        raise ValueError("device_map: NVFP4 experts cannot be loaded on the meta device")
 
 
 def _root_of(checkpoint_files: list[str] | None) -> Path:

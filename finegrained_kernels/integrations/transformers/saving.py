@@ -71,7 +71,7 @@ def state_of(
         for expert, plane in enumerate(planes):
             packed = weights[name][expert, first_row : first_row + plane.rows]
             tensors = {plane.weight: packed.detach(), plane.global_scale: module.stored[name][expert, column]}
-            if f"{name}_input" in module.stored:
+            if module.stored[f"{name}_has_input"][expert, column]:
                 tensors[input_scale_name(plane)] = module.stored[f"{name}_input"][expert, column]
             for tensor_name, tensor in tensors.items():
                 yield hide(tensor_name), _as(tensor, *forms.get(tensor_name, _usual_forms(plane)[tensor_name]))
