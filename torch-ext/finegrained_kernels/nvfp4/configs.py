@@ -78,7 +78,6 @@ def reads_compressed(depth: int) -> bool:
     return depth % 128 == 0 and strip_bytes(Config(64, 128, 64, 4, 4, 1, warpgroup=True), depth) <= MAX_STRIP_BYTES
 
 
-@functools.lru_cache(maxsize=None)
 def reads_compressed_on(device: torch.device, depth: int) -> bool:
     """Whether every GEMM on `device` reads compressed scales of rows of `depth` weights as they are. The others decode
     them first: into new memory, unless the caller has."""
