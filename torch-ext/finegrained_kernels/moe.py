@@ -32,7 +32,7 @@ STRATEGIES = ("staged", "fused")
 FUSED_MAX_TOKENS = 8192
 """Most tokens of a call whose compressed scales are read in the GEMMs by default (`choose_strategy`)."""
 
-BATCHED_MAX_ROWS = 16
+BATCHED_MAX_ROWS = 32
 """Most routed rows, tokens x top-k, of a call that gives every row its own tiles (`is_batched`)."""
 
 
