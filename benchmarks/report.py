@@ -158,10 +158,28 @@ def strategies() -> str:
     return paragraph(f"Decoding and GEMM, cold ({machine(table)}):") + "\n" + markdown_table(header, rows) + drawn
 
 
+def moe_layer() -> str:
+    """A layer's time by strategy, over its tokens."""
+    table = Table("moe_layer")
+    case = "qwen_layer_w4a16"
+    variants = ("dense", "staged", "fused")
+    rows = []
+    for tokens in table.values("tokens", case=case):
+        dense, *others = (table.one(case=case, tokens=tokens, variant=name, condition="cold").us for name in variants)
+        cells = (f"{us:,.0f} ({100 * (us / dense - 1):+.0f} %)" for us in others)
+        rows.append([f"{tokens:,}", f"{dense:,.0f}", *cells])
+    text = f"""A whole MoE layer, cold: 512 experts, hidden size 2560, intermediate size 640, top 8, bf16 activations
+        ({machine(table)}). Staged decodes in the call; fused multiplies compressed scales, and needs no scratch."""
+    drawn = image("moe_layer_qwen_w4a16", "Time and memory of a layer by strategy, over tokens")
+    header = "tokens | dense scales, us | compressed, staged, us | compressed, fused, us"
+    return paragraph(text) + "\n" + markdown_table(header, rows) + drawn
+
+
 SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
     (("csf_decode", "stored_scales"), sizes),
     (("csf_decode",), decoding),
     (("csf_decode",), routing),
+    (("moe_layer",), moe_layer),
     (("fused",), strategies),
     (("nvfp4_gemm",), gemms),
     (("csf_decode", "csf_cpu"), encoding),
