@@ -42,6 +42,10 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def change(ratio: float) -> str:
+    return f"{round(100 * (ratio - 1)):+d} %"  # an int: no "-0"
+
+
 def image(name: str, description: str) -> str:
     return f"\n![{description}](docs/figures/{name}.svg)\n"
 
@@ -152,7 +156,7 @@ def strategies() -> str:
                 for variant in ("dense", "staged", "fused")
             )
             cells = [GEMM_NAMES.get(case, case), f"{tokens:,}", f"{dense:.1f}"]
-            rows.append([*cells, *(f"{us:.1f} ({100 * (us / dense - 1):+.0f} %)" for us in (staged, fused))])
+            rows.append([*cells, *(f"{us:.1f} ({change(us / dense)})" for us in (staged, fused))])
     header = "weights | tokens | dense scales, us | staged, us | fused, us"
     drawn = image("strategy_latency", "Decode and GEMM with compressed scales, of the GEMM on dense scales")
     return paragraph(f"Decoding and GEMM, cold ({machine(table)}):") + "\n" + markdown_table(header, rows) + drawn
@@ -166,7 +170,7 @@ def moe_layer() -> str:
     rows = []
     for tokens in table.values("tokens", case=case):
         dense, *others = (table.one(case=case, tokens=tokens, variant=name, condition="cold").us for name in variants)
-        cells = (f"{us:,.0f} ({100 * (us / dense - 1):+.0f} %)" for us in others)
+        cells = (f"{us:,.0f} ({change(us / dense)})" for us in others)
         rows.append([f"{tokens:,}", f"{dense:,.0f}", *cells])
     text = f"""A whole MoE layer, cold: 512 experts, hidden size 2560, intermediate size 640, top 8, bf16 activations
         ({machine(table)}). Staged decodes in the call; fused multiplies compressed scales, and needs no scratch."""

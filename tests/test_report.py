@@ -53,6 +53,10 @@ def test_a_typed_number_is_noticed(kind):
     assert re.findall(rf"[0-9][0-9.,]* ?(?:{UNITS})", "x " + "decodes in 23.7 us")
 
 
+def test_a_change_has_no_negative_zero():
+    assert [report.change(ratio) for ratio in (0.999, 1.001, 0.98, 1.33)] == ["+0 %", "+0 %", "-2 %", "+33 %"]
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_rows_say_where_they_were_measured(path):
     with path.open(newline="") as file:
