@@ -198,6 +198,24 @@ def test_links_lead_somewhere(document):
             assert (path.parent / target.partition("#")[0]).exists(), f"{document}: {target}"
 
 
+def test_architecture_names_what_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tree = text[text.index("## Layout of the tree") :]
+    bundle = ROOT / "torch-ext" / "finegrained_kernels"
+    folders = (bundle, ROOT / "finegrained_kernels", ROOT / "scripts")
+    found = {path.name for folder in folders for path in folder.iterdir() if not path.name.startswith(("_", "."))}
+    assert {name for name in found if name not in tree} == set()
+    kernels = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
+    assert {path.name for path in (bundle / "nvfp4").glob("*_gemm.py") if f"`{path.name}`" not in kernels} == set()
+    known = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts} | {"_ops.py"}
+    assert {name for name in re.findall(r"`(?:[\w./-]+/)?(\w+\.py)`", text) if name not in known} == set()
+
+
+def test_every_figure_is_shown():
+    shown = {name for document in DOCUMENTS for name in re.findall(r"\w+\.svg", (ROOT / document).read_text())}
+    assert {path.name for path in (ROOT / "docs" / "figures").iterdir()} == shown
+
+
 def test_card_has_what_the_hub_reads():
     from huggingface_hub import ModelCard
     from markdown_it import MarkdownIt
