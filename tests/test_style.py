@@ -11,7 +11,7 @@ import pytest
 
 from conftest import ROOT
 
-FOLDERS = ("benchmarks", "finegrained_kernels", "scripts", "tests", "torch-ext")
+FOLDERS = ("benchmarks", "examples", "finegrained_kernels", "scripts", "tests", "torch-ext")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if "_bundle" not in path.parts)
 MAX_LINES = 500
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
