@@ -211,6 +211,17 @@ def test_architecture_names_what_is_there():
     assert {name for name in re.findall(r"`(?:[\w./-]+/)?(\w+\.py)`", text) if name not in known} == set()
 
 
+def test_the_oldest_python_is_the_same_everywhere():
+    """Which one that is, CI shows by running it."""
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert f"Python {oldest} or newer" in (ROOT / "README.md").read_text()
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if not workflow.exists():
+        pytest.skip("needs .github/workflows, which a source distribution lacks")
+    tested = re.search(r"python: \[(.*)\]", workflow.read_text())[1]
+    assert tested.startswith(f'"{oldest}"')
+
+
 def test_every_figure_is_shown():
     shown = {name for document in DOCUMENTS for name in re.findall(r"\w+\.svg", (ROOT / document).read_text())}
     assert {path.name for path in (ROOT / "docs" / "figures").iterdir()} == shown

@@ -84,7 +84,7 @@ def test_what_is_in_it(environment):
     metadata = Parser().parsestr((info / "METADATA").read_text())
     version = metadata["Version"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
-    assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.10")
+    assert (metadata["License-Expression"], metadata["Requires-Python"]) == ("Apache-2.0", ">=3.11")
     assert {path.name for path in (info / "licenses").iterdir()} == {"LICENSE", "NOTICE"}
     installed = {line.partition(",")[0] for line in (info / "RECORD").read_text().splitlines()}
     tops = {path.partition("/")[0] for path in installed if not path.startswith("..")}
