@@ -1,10 +1,18 @@
-"""Every kernel compiles for every architecture that runs it, in the registers and shared memory there are."""
+"""Every kernel compiles for every architecture that runs it, in the registers and shared memory there are, and takes
+what the committed table says."""
 
 from __future__ import annotations
 
+import csv
+
 import pytest
+import triton
 
 import compile_kernels
+from conftest import ROOT
+
+TABLE = ROOT / "benchmarks" / "results" / "kernel_resources.csv"
+REFRESH = f"python scripts/compile_kernels.py --csv {TABLE.relative_to(ROOT)}"
 
 
 @pytest.fixture(scope="module")
@@ -14,11 +22,19 @@ def cases(bundle):
 
 @pytest.mark.parametrize("arch", compile_kernels.TARGETS)
 def test_kernels_compile(cases, arch, capsys):
-    faults = []
+    faults, rows = [], []
     for case in [case for case in cases if arch in case.archs]:
         kernel = compile_kernels.compile_case(case, compile_kernels.TARGETS[arch])
         registers, shared, spilled = compile_kernels.resources(kernel, arch)
         with capsys.disabled():
             print(compile_kernels.describe(case, arch, registers, shared, spilled))
         faults += compile_kernels.faults_of(case, arch, kernel, shared, spilled)
+        rows.append([case.name, *map(str, (registers, shared, spilled))])
     assert not faults, faults
+    with TABLE.open(newline="") as file:
+        header, *table = csv.reader(file)
+    assert tuple(header) == compile_kernels.COLUMNS
+    committed = [row[2:] for row in table if row[1] == arch]
+    assert [name for name, *_ in rows] == [name for name, *_ in committed], REFRESH
+    if {row[0] for row in table} == {triton.__version__}:  # another compiler takes other numbers
+        assert rows == committed, REFRESH
