@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from ..csf.scales import TILE_BYTES
+from ..formats import NVFP4_CSF
 from . import configs
 from .tiles import barrier, group_layout
 
@@ -22,10 +24,8 @@ strip_cols = gluon.constexpr_function(configs.strip_cols)
 strip_stride = gluon.constexpr_function(configs.strip_stride)
 whole_kb = gluon.constexpr_function(configs.whole_kb)
 
-OFFSET_TILE = gl.constexpr(1024)
-"""Scale bytes between two exception offsets (csf/scales.py)."""
-
-POSITION_BITS = gl.constexpr(24)
+OFFSET_TILE = gl.constexpr(TILE_BYTES)
+POSITION_BITS = gl.constexpr(NVFP4_CSF.position_bits)
 
 
 def _decode_words(count: int) -> str:
