@@ -2,18 +2,22 @@
 
 Warm: one graph of `CALLS` back-to-back calls, divided. Cold: one graph of flush, event, call, event, so that each
 call finds L2 full of other data. Roofs are the fastest of several vectorized kernels over the same number of bytes,
-timed the same way in the same run.
+timed the same way in the same run. What is compared is timed in turns, as a GPU's clock drifts with its load.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
+import os
 import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -41,8 +45,14 @@ def quantiles(samples: list[float]) -> Timing:
     return Timing(*torch.tensor(samples).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist())
 
 
+@functools.lru_cache(maxsize=1)
+def _warmup_stream() -> torch.cuda.Stream:
+    """One for all: torch keeps freed memory for the stream that it was allocated on."""
+    return torch.cuda.Stream()
+
+
 def _capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
+    stream = _warmup_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         body()  # compiles and loads outside the capture
@@ -102,27 +112,36 @@ def time_cold(call: Callable[[], None], *, samples: int = 20) -> Timing:
 TIMERS = {"warm": time_warm, "cold": time_cold}
 
 
-def time_in_turns(calls: dict[str, Callable[[], object]], *, samples: int, flush: bool) -> dict[str, Timing]:
+def time_in_turns(
+    calls: dict[str, Callable[[], object]], *, samples: int, flush: bool, repeat: int = 1
+) -> dict[str, Timing]:
     """Each call's time, one sample of each after the other, so that a drift of the clocks changes no difference.
 
-    One graph a call; `flush` empties L2 before every sample. Without a GPU: by the wall clock.
+    One graph a call, which makes it `repeat` times; `flush` empties L2 before every sample. Every round begins with
+    another call, so that none always follows the same one. Without a GPU: by the wall clock.
     """
     if not torch.cuda.is_available():
         takers = {name: _wall_clock(call) for name, call in calls.items()}
     else:
-        takers = {name: _graph_clock(call, flush) for name, call in calls.items()}
-    rounds = [{name: take() for name, take in takers.items()} for _ in range(samples + 1)]
-    return {name: quantiles([taken[name] for taken in rounds[1:]]) for name in calls}
+        takers = {name: _graph_clock(call, flush, repeat) for name, call in calls.items()}
+    names = list(calls)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(samples + 1):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            taken[name].append(takers[name]())
+    return {name: quantiles(times[1:]) for name, times in taken.items()}
 
 
-def _graph_clock(call: Callable[[], object], flush: bool) -> Callable[[], float]:
+def _graph_clock(call: Callable[[], object], flush: bool, repeat: int) -> Callable[[], float]:
     begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
 
     def body() -> None:
         if flush:
             flush_l2()
         begin.record()
-        call()
+        for _ in range(repeat):
+            call()
         end.record()
 
     graph = _capture(body)
@@ -130,7 +149,7 @@ def _graph_clock(call: Callable[[], object], flush: bool) -> Callable[[], float]
     def take() -> float:
         graph.replay()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1000
+        return begin.elapsed_time(end) * 1000 / repeat
 
     return take
 
@@ -180,20 +199,38 @@ def environment(commit: str | None) -> dict[str, str]:
 
 
 class Results:
-    """Rows of one CSV file, written when closed."""
+    """Rows of one CSV file, which has each of them as soon as it is measured.
 
-    def __init__(self, path: Path, commit: str | None = None) -> None:
-        self.path, self.rows, self.environment = path, [], environment(commit)
+    `merge` keeps the rows that the file had before, but for those of a case and variant that is measured now.
+    """
+
+    def __init__(
+        self, path: Path, commit: str | None = None, *, merge: bool = False, columns: list[str] = COLUMNS
+    ) -> None:
+        self.path, self.columns, self.environment = path, columns, environment(commit)
+        self.rows: list[dict] = []
+        self.kept: list[dict] = []
+        if merge and path.exists():
+            with path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                self.kept = list(reader)
+            if reader.fieldnames != columns:
+                raise SystemExit(f"{path} has other columns, expected {columns}, got {reader.fieldnames}")
+
+    def append(self, case: str, variant: str, timing: Timing | None = None, **columns: object) -> None:
+        """A row with the environment's columns and those given; others stay empty."""
+        row = dict.fromkeys(self.columns, "") | self.environment | {"case": case, "variant": variant} | columns
+        if timing is not None:
+            row |= {f"us_{name}": f"{value:.2f}" for name, value in dataclasses.asdict(timing).items()}
+        self.rows.append(row)
+        self.write()
 
     def add(self, case: str, variant: str, condition: str, timing: Timing, *, moved: int, roof_us: float,
             tokens: int | str = "", baseline: str = "", baseline_us: float | str = "") -> None:  # fmt: skip
-        self.rows.append(
-            self.environment
-            | {"case": case, "variant": variant, "tokens": tokens, "condition": condition, "bytes": moved}
-            | {f"us_{name}": f"{value:.2f}" for name, value in dataclasses.asdict(timing).items()}
-            | {"roof_us": f"{roof_us:.2f}", "baseline": baseline}
-            | {"baseline_us": baseline_us if isinstance(baseline_us, str) else f"{baseline_us:.2f}"}
-        )
+        self.append(
+            case, variant, timing, tokens=tokens, condition=condition, bytes=moved, roof_us=f"{roof_us:.2f}",
+            baseline=baseline, baseline_us=baseline_us if isinstance(baseline_us, str) else f"{baseline_us:.2f}",
+        )  # fmt: skip
         share = roof_us / timing.p50
         print(
             f"{case:12} {f'{variant} {tokens}':24} {condition:5} "
@@ -203,8 +240,36 @@ class Results:
         )
 
     def write(self) -> None:
+        measured = {(row["case"], row["variant"]) for row in self.rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writeheader()
+            writer.writerows(row for row in self.kept if (row["case"], row["variant"]) not in measured)
             writer.writerows(self.rows)
+
+
+MAX_PROCESSES = 14
+
+
+def num_processes() -> int:
+    """As many as this machine's cores allow, and the GPU's memory with a layer in each."""
+    return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) - 2))
+
+
+def compile_ahead(launch: Callable[..., None], jobs: Iterable[tuple], processes: int | None = None) -> None:
+    """`launch(*job)` for each, in processes of their own: what is timed then finds its kernels in the disk's cache.
+
+    A launch that fails is told and forgotten: its kernel is compiled when it is needed, or fails there again.
+    """
+    jobs = list(jobs)
+    processes = min(num_processes() if processes is None else processes, len(jobs))
+    if not processes:
+        return
+    began = time.monotonic()
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(launch, *job): job for job in jobs}
+        for future, job in futures.items():
+            if future.exception() is not None:
+                print(f"compiling ahead, {job}: {future.exception()!r}"[:500], flush=True)
+    print(f"{len(jobs)} launches compiled in {time.monotonic() - began:.0f} s", flush=True)

@@ -1,6 +1,7 @@
 """What does keeping scales compressed cost a whole MoE layer, and a stack of them, by strategy?
 
     LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/moe_layer.py [--only layer stack]
+        [--merge]: into the file that there is, in place of its rows of the same case and variant
 
 Strategies: `dense`; `staged`, decoding in the call; `prefetched`, decoded before it (in a stack: on a side stream, into
 one scratch, or two as `prefetched_2`); `fused`; and in a stack `default`, for a caller who prefetches and names none.
@@ -10,7 +11,8 @@ Outputs of all are compared bit for bit, three seeds each, before any is timed.
          them; staged adds the decoded bytes, written and read. Activations are not counted. The roof reads as many.
 `stack`  attention and MoE layers, warm: projections, SDPA and weights of each layer's own. Prefill of one sequence, or
          decode of one token a sequence against a cache of CONTEXT tokens. Bytes: what expanding every layer moves; time
-         of that alone is `expansion`. Prefetch hides 1 - (prefetched - dense) / (staged - dense) of it.
+         of that alone is `expansion`. What prefetch hides of it in prefill is read off the GPU's timeline, rows
+         `timeline_*`: sums over the stack (prefetch_timeline.py).
 `paths`  few rows, batched against grouped: where the rule should change.
 Rows `memory` hold resident bytes a layer; the scratch is shared by all layers of a model.
 """
@@ -18,11 +20,12 @@ Rows `memory` hold resident bytes a layer; the scratch is shared by all layers o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
-import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -30,12 +33,14 @@ import harness
 import torch
 import torch.nn.functional as F
 from csf_decode import moved_bytes
-from scale_planes import make_planes
+from prefetch_timeline import Timeline, hidden
+from read_sweep import time_beside_roofs
+from scale_planes import make_planes, plain_scales
 
 from finegrained_kernels import load
 
 SEEDS = 3
-SAMPLES = {"few tokens": 20, "many tokens": 9}
+SAMPLES = {"decode": 150, "few tokens": 20, "many tokens": 9, "timeline": 20}
 CONTEXT = 4096
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -93,6 +98,24 @@ def make_layer(bundle: ModuleType, shape: Shape, seed: int, scratch: torch.Tenso
     if scratch is None:
         scratch = new_scratch(dense)
     return dense, dataclasses.replace(dense, **prepared, scratch=scratch)
+
+
+def blank_layer(bundle: ModuleType, shape: Shape):
+    """As `make_layer`, of whatever is in memory: to compile with."""
+    experts, hidden, inner = shape.num_experts, shape.hidden, shape.intermediate
+    sizes = {"gate_up_scales": (experts, 2 * inner, hidden // 16), "down_scales": (experts, hidden, inner // 16)}
+    dense = bundle.NVFP4Experts(
+        gate_up=torch.empty(experts, 2 * inner, hidden // 2, dtype=torch.uint8, device=DEVICE),
+        down=torch.empty(experts, hidden, inner // 2, dtype=torch.uint8, device=DEVICE),
+        **{
+            name: torch.zeros(size, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+            for name, size in sizes.items()
+        },
+        gate_up_global=torch.ones(experts, 2, device=DEVICE),
+        down_global=torch.ones(experts, device=DEVICE),
+    )
+    compressed = {name: plain_scales(bundle, *size, DEVICE) for name, size in sizes.items()}
+    return dense, dataclasses.replace(dense, **compressed, scratch=new_scratch(dense))
 
 
 def num_samples(tokens: int) -> int:
@@ -154,22 +177,6 @@ def layer_bytes(layer, index: torch.Tensor) -> dict[str, int]:
     return {name: round(share * (weights + scales)) for name, scales in stored.items()}
 
 
-def read_roof(memory: torch.Tensor, num_bytes: int) -> float:
-    """Cold us of reading `num_bytes`: a sweep of `memory`, scaled where it holds less."""
-    words = memory.view(torch.int64).flatten()[: max(1, num_bytes // 8)]
-    if DEVICE == "cpu":
-        calls = {"sum": lambda: words.sum()}
-    else:
-        from read_sweep import read_sweep
-
-        calls = {
-            f"{programs}, {warps}": lambda programs=programs, warps=warps: read_sweep(words, programs, warps)
-            for programs, warps in ((4, 4), (8, 8))
-        }
-    timings = harness.time_in_turns(calls, samples=5, flush=True)
-    return min(timing.p50 for timing in timings.values()) * num_bytes / words.nbytes
-
-
 def bench_layer(bundle: ModuleType, shape: Shape, formats: list[str], results: harness.Results) -> None:
     layer = make_layer(bundle, shape, seed=0)
     bench_memory(shape, layer, results)
@@ -179,14 +186,12 @@ def bench_layer(bundle: ModuleType, shape: Shape, formats: list[str], results: h
         call = make_call(shape, tokens, seed=0)
         bundle.expand_scales(layer[1])
         # Staged rewrites the scratch with the same bytes, so prefetched may follow it.
-        timings = harness.time_in_turns(
-            layer_calls(bundle, layer, call, options), samples=num_samples(tokens), flush=True
-        )
-        moved = layer_bytes(layer, call[1])
+        calls, moved = layer_calls(bundle, layer, call, options), layer_bytes(layer, call[1])
+        timings, roofs = time_beside_roofs(calls, moved, layer[0].gate_up, samples=num_samples(tokens), flush=True)
         for name, timing in timings.items():
             results.add(
                 f"{shape.name}_layer_{activations}", name, "cold", timing, tokens=tokens, moved=moved[name],
-                roof_us=read_roof(layer[0].gate_up, moved[name]),
+                roof_us=roofs[name],
                 baseline="" if name == "dense" else "dense",
                 baseline_us="" if name == "dense" else timings["dense"].p50,
             )  # fmt: skip
@@ -206,29 +211,48 @@ def bench_memory(shape: Shape, layer, results: harness.Results) -> None:
 
 def add_row(results: harness.Results, case: str, variant: str, timing: harness.Timing | None = None, **columns) -> None:
     """A row that has no roof, or no time."""
-    row = dict.fromkeys(harness.COLUMNS, "") | results.environment | {"case": case, "variant": variant} | columns
-    if timing is not None:
-        row |= {f"us_{name}": f"{value:.2f}" for name, value in dataclasses.asdict(timing).items()}
-    results.rows.append(row)
-    print(*(f"{row[name]}" for name in ("case", "variant", "tokens", "us_p50", "bytes")), sep="  ", flush=True)
+    results.append(case, variant, timing, **columns)
+    row = results.rows[-1]
+    spread = "" if timing is None else f"({row['us_p20']} to {row['us_p80']})"
+    print(*(f"{row[name]}" for name in ("case", "variant", "tokens", "us_p50")), spread, row["bytes"], flush=True)
+
+
+@contextlib.contextmanager
+def batched_up_to(bundle: ModuleType, rows: int | None) -> Iterator[None]:
+    """Another limit of batched calls meanwhile, None for the bundle's own; a graph keeps what its capture saw."""
+    moe = importlib.import_module(f"{bundle.__name__}.moe")
+    rule = moe.BATCHED_MAX_ROWS
+    moe.BATCHED_MAX_ROWS = rule if rows is None else rows
+    try:
+        yield
+    finally:
+        moe.BATCHED_MAX_ROWS = rule
+
+
+PATHS = {"batched": 1 << 30, "grouped": 0}
+"""Most rows of a batched call that make any call one or the other."""
 
 
 def bench_paths(bundle: ModuleType, shape: Shape, formats: list[str], results: harness.Results) -> None:
-    moe = importlib.import_module(f"{bundle.__name__}.moe")
     layer = make_layer(bundle, shape, seed=0)
     bundle.expand_scales(layer[1])
-    rule = moe.BATCHED_MAX_ROWS
     for activations, tokens in itertools.product(formats, shape.path_tokens):
         call = make_call(shape, tokens, seed=0)
         calls = layer_calls(bundle, layer, call, {"activation_format": FORMATS[activations]})
-        for path, most_rows in (("batched", tokens * shape.top_k), ("grouped", 0)):
-            moe.BATCHED_MAX_ROWS = most_rows  # a graph keeps what its capture saw
-            for name, timing in harness.time_in_turns(calls, samples=num_samples(tokens), flush=True).items():
-                add_row(
-                    results, f"{shape.name}_paths_{activations}", f"{name}_{path}", timing, tokens=tokens,
-                    condition="cold", bytes=layer_bytes(layer, call[1])[name],
-                )  # fmt: skip
-    moe.BATCHED_MAX_ROWS = rule
+        calls = {
+            f"{name}_{path}": functools.partial(on_path, bundle, path, run)
+            for (name, run), path in itertools.product(calls.items(), PATHS)
+        }
+        for name, timing in harness.time_in_turns(calls, samples=num_samples(tokens), flush=True).items():
+            add_row(
+                results, f"{shape.name}_paths_{activations}", name, timing, tokens=tokens, condition="cold",
+                bytes=layer_bytes(layer, call[1])[name.rpartition("_")[0]],
+            )  # fmt: skip
+
+
+def on_path(bundle: ModuleType, path: str, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with batched_up_to(bundle, PATHS[path]):
+        return run()
 
 
 class Stack:
@@ -253,6 +277,10 @@ class Stack:
 
         self.to_qkv = [projection(shape.hidden, width) for _ in layers]
         self.to_out = [projection(shape.heads * shape.head_dim, shape.hidden) for _ in layers]
+
+    @staticmethod
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:])
 
     def attention(self, i: int, x: torch.Tensor, cache: torch.Tensor | None) -> torch.Tensor:
         """Causal over one sequence `x [M, H]`; or M sequences' next token over `cache [2, M, heads, context, dim]`."""
@@ -289,8 +317,8 @@ class Stack:
                 prefetch(0)
             for i, layer in enumerate(layers):
                 prefetch(i + 1 if ahead else i)
-                x = x + self.attention(i, F.rms_norm(x, x.shape[-1:]), cache)
-                call = (F.rms_norm(x, x.shape[-1:]), *routing)
+                x = x + self.attention(i, self.norm(x), cache)
+                call = (self.norm(x), *routing)
                 if prefetcher:
                     x = x + prefetcher.forward(i, *call, **options, strategy=strategy)
                 else:
@@ -329,7 +357,8 @@ def bench_stack(
             outputs = {name: stack.runner(name, tokens, cache, seed, options)() for name in STACK_VARIANTS}
             check_equal(outputs, f"{case}, {tokens} tokens, seed {seed}")
         runs = {name: stack.runner(name, tokens, cache, 0, options) for name in STACK_VARIANTS}
-        timings = harness.time_in_turns(runs, samples=num_samples(tokens), flush=False)
+        samples = SAMPLES["decode"] if phase == "decode" else num_samples(tokens)
+        timings = harness.time_in_turns(runs, samples=samples, flush=False)
         for name, timing in timings.items():
             add_row(
                 results, case, name, timing, tokens=tokens, condition="warm",
@@ -337,29 +366,67 @@ def bench_stack(
                 baseline="" if name == "dense" else "dense",
                 baseline_us="" if name == "dense" else f"{timings['dense'].p50:.2f}",
             )  # fmt: skip
-        exposed = {name: timing.p50 - timings["dense"].p50 for name, timing in timings.items()}
-        if exposed["staged"] > 0:
-            for name in ("prefetched", "prefetched_2"):
-                print(f"{case} {tokens}: {name} hides {1 - exposed[name] / exposed['staged']:.1%}", flush=True)
+        if phase == "prefill":
+            bench_timeline(stack, case, make_call(shape, tokens, seed=0), options, results, moved)
+            continue
+        for other in ("fused", "dense"):
+            ratio = timings["default"].p50 / timings[other].p50
+            print(f"{case} {tokens}: a prefetcher and no strategy named take {ratio:.4f} of {other}", flush=True)
 
 
-def compile_one(job: tuple[str, str, int]) -> None:
-    """Run every strategy once, in a process of its own, for the compiler's cache."""
-    name, activations, tokens = job
-    bundle, shape = load(), SHAPES[name]
-    call = make_call(shape, tokens, seed=0)
-    for run in layer_calls(
-        bundle, make_layer(bundle, shape, seed=0), call, {"activation_format": FORMATS[activations]}
-    ).values():
-        run()
+def bench_timeline(stack: Stack, case: str, call, options: dict, results: harness.Results, moved: int) -> None:
+    """What prefetch hides, from marks on the GPU's streams in eager steps."""
+    timeline, tokens = Timeline(stack, call, options), len(call[0])
+    dense = stack.runner("dense", tokens, None, 0, options)()
+    outputs = {f"a timeline's step {first}": timeline.step(first)[0] for first in range(2)}
+    check_equal({"dense": dense, **outputs}, f"{case}, {tokens} tokens")
+    del dense, outputs
+    timings = timeline.measure(SAMPLES["timeline"])
+    baselines = {
+        "exposed": "expansion", "attention_loss": "expansion", "expansion_beside": "expansion",
+        "attention_with_prefetch": "attention_alone",
+    }  # fmt: skip
+    for name, timing in timings.items():
+        baseline = baselines.get(name)
+        add_row(
+            results, case, f"timeline_{name}", timing, tokens=tokens, condition="warm",
+            bytes=moved if name.startswith("expansion") else 0,
+            baseline=f"timeline_{baseline}" if baseline else "",
+            baseline_us=f"{timings[baseline].p50:.2f}" if baseline else "",
+        )  # fmt: skip
+    by_exposed, by_both = hidden(timings)
+    print(f"{case} {tokens}: prefetch hides {by_exposed:.1%}; with what attention loses, {by_both:.1%}", flush=True)
+
+
+@functools.lru_cache(maxsize=1)
+def blank_layer_of(name: str):
+    """This process's (bundle, layer)."""
+    bundle = load()
+    return bundle, blank_layer(bundle, SHAPES[name])
+
+
+def compile_one(name: str, activations: str, tokens: int, path: str | None, strategy: str) -> None:
+    """Launch what a layer's call launches, for the compiler's cache; `path`: one of PATHS, not the bundle's choice."""
+    torch.set_num_threads(1)
+    bundle, layer = blank_layer_of(name)
+    calls = layer_calls(bundle, layer, make_call(SHAPES[name], tokens, 0), {"activation_format": FORMATS[activations]})
+    with batched_up_to(bundle, None if path is None else PATHS[path]):
+        calls[strategy]()
+    if strategy == "staged":
+        bundle.expand_scales(layer[1])
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
-def compile_ahead(shape: Shape, formats: list[str], jobs: int) -> None:
-    counts = sorted({*shape.layer_tokens, *shape.path_tokens, *shape.prefill, *shape.decode})
-    work = [(shape.name, activations, tokens) for activations in formats for tokens in counts]
-    with multiprocessing.get_context("spawn").Pool(min(jobs, len(work))) as pool:
-        pool.map(compile_one, work, chunksize=1)
+def compile_jobs(shape: Shape, formats: list[str], benches: list[str]) -> list[tuple]:
+    """Different kernels side by side: fewer processes then wait for what another has just compiled."""
+    counts = {"layer": shape.layer_tokens, "paths": (), "stack": (*shape.prefill, *shape.decode)}
+    whole = sorted({(count, None) for bench in benches for count in counts[bench]})
+    calls = whole + (list(itertools.product(shape.path_tokens, PATHS)) if "paths" in benches else [])
+    return [
+        (shape.name, activations, *call, strategy)
+        for activations, call, strategy in itertools.product(formats, calls, ("dense", "fused", "staged"))
+    ]
 
 
 FORMATS = {"w4a16": "bf16", "w4a4": None}
@@ -374,19 +441,20 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["w4a16"])
     parser.add_argument("--layers", type=int, default=4, help="MoE layers of the stack (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=8, help="processes that compile ahead; 0: none")
+    parser.add_argument("--jobs", type=int, help="processes that compile ahead; 0: none (default: by the cores)")
     parser.add_argument("--samples", type=int, help=f"timed calls of each variant (default: {SAMPLES})")
+    parser.add_argument("--merge", action="store_true", help="keep rows of --out that are not measured anew")
     arguments = parser.parse_args()
     if arguments.samples:
         SAMPLES.update(dict.fromkeys(SAMPLES, arguments.samples))
     shape = SHAPES[arguments.shape]
-    if arguments.jobs and DEVICE == "cuda":
-        compile_ahead(shape, arguments.formats, arguments.jobs)
-    results, bundle = harness.Results(arguments.out, arguments.commit), load()
+    results, bundle = harness.Results(arguments.out, arguments.commit, merge=arguments.merge), load()
+    if DEVICE == "cuda":
+        jobs = compile_jobs(shape, arguments.formats, arguments.only)
+        harness.compile_ahead(compile_one, jobs, arguments.jobs)
     for name in arguments.only:
         more = {"num_layers": arguments.layers} if name == "stack" else {}
         BENCHES[name](bundle, shape, arguments.formats, results, **more)
-        results.write()
 
 
 if __name__ == "__main__":

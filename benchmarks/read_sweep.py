@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+import harness
 import torch
 import triton
 import triton.language as tl
@@ -27,3 +31,32 @@ def read_sweep(words: torch.Tensor, programs_per_sm: int, num_warps: int) -> tor
     out = torch.empty(grid, dtype=torch.int64, device=words.device)
     read_sweep_kernel[(grid,)](words, out, words.numel(), BLOCK=block, num_warps=num_warps)
     return out
+
+
+LAUNCHES = ((4, 4), (8, 4), (8, 8), (16, 4))
+"""Programs an SM and warps of the sweeps, the fastest of which is the roof."""
+
+
+def time_beside_roofs(
+    calls: dict[str, Callable[[], object]], moved: dict[str, int], memory: torch.Tensor, **options
+) -> tuple[dict[str, harness.Timing], dict[str, float]]:
+    """`harness.time_in_turns` of calls that move `moved` bytes, and of sweeps of as many bytes of `memory`.
+
+    Returns the calls' timings, and for each the us of its roof, scaled where `memory` holds fewer bytes.
+    """
+    words = memory.flatten()[: memory.numel() // 8 * 8].view(torch.int64)
+    sweeps, swept = {}, {}
+    for num_bytes in set(moved.values()):
+        part = words[: max(1, num_bytes // 8)]
+        swept[num_bytes] = part.nbytes
+        if not part.is_cuda:
+            sweeps[num_bytes, None] = part.sum
+            continue
+        for launch in LAUNCHES:
+            sweeps[num_bytes, launch] = functools.partial(read_sweep, part, *launch)
+    timings = harness.time_in_turns(calls | sweeps, **options)
+    fastest = {
+        num_bytes: min(timings[key].p50 for key in sweeps if key[0] == num_bytes) * num_bytes / swept[num_bytes]
+        for num_bytes in swept
+    }
+    return {name: timings[name] for name in calls}, {name: fastest[moved[name]] for name in calls}
