@@ -1,9 +1,11 @@
 """How close to memory's speed is decoding? Every kernel is checked bit for bit in the run that times it.
 
-`python benchmarks/csf_decode.py [--out benchmarks/results/csf_decode.csv]`, on a GPU, with the bundle built.
+`python benchmarks/csf_decode.py [--out benchmarks/results/csf_decode.csv]`, on a GPU, with the bundle built; `--tiny`
+runs small stacks, on a CPU too, to see that it runs.
 
 Bytes of decoding E planes of N x C: `E * (N + N * C / 2 + N * C) + 4 * exceptions`, and of a copy half of them read and
-half written. The copy is the roof; a sparse decode is compared with a copy of the active planes' bytes.
+half written. The copy is the roof; a sparse decode is compared with a copy of the active planes' bytes. Each is timed
+in turns with its copies.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ CASES = {
     "glm_gate": (288, 2048, 256, 0.30),
     "glm_down": (288, 4096, 128, 0.30),
 }
+TINY_CASES = dict.fromkeys(CASES, (6, 16, 32, 1.0))
 ACTIVE = (0, 1, 8, 64, 256, 512)
+TINY_ACTIVE = (0, 1, 6)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def moved_bytes(planes: int, num_rows: int, num_cols: int, exceptions: int) -> int:
@@ -36,19 +41,19 @@ def routing(num_planes: int, num_active: int, seed: int = 0) -> torch.Tensor:
     """`expert_start` with one row for each of `num_active` experts chosen at random."""
     rows = torch.zeros(num_planes, dtype=torch.int32)
     rows[torch.randperm(num_planes, generator=torch.Generator().manual_seed(seed))[:num_active]] = 1
-    return torch.cat([rows.new_zeros(1), rows.cumsum(0, dtype=torch.int32)]).cuda()
+    return torch.cat([rows.new_zeros(1), rows.cumsum(0, dtype=torch.int32)]).to(DEVICE)
 
 
 class Case:
     """Scales of one geometry and rate with their plain bytes, and a poisoned workspace to decode into."""
 
-    def __init__(self, bundle, name: str, percent: float | None = None) -> None:
+    def __init__(self, bundle, cases: dict[str, tuple], name: str, percent: float | None = None) -> None:
         self.bundle, self.name = bundle, name
-        *shape, real_percent = CASES[name]
-        self.planes = make_planes(*shape, real_percent if percent is None else percent)
+        *shape, real_percent = cases[name]
+        self.planes = make_planes(*shape, real_percent if percent is None else percent, device=DEVICE)
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(self.planes)
         self.scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=shape[1], num_cols=shape[2])
-        self.buffer = torch.empty(self.planes.numel() + 64, dtype=torch.uint8, device="cuda")
+        self.buffer = torch.empty(self.planes.numel() + 64, dtype=torch.uint8, device=DEVICE)
         self.moved = moved_bytes(*shape, self.scales.exceptions.numel())
 
     def decoder(self, expert_start=None, *, offset: int = 0, **options):
@@ -72,42 +77,40 @@ class Case:
         return call
 
 
-def bench_decode(bundle, results: harness.Results) -> None:
-    for name in CASES:
+def bench_decode(bundle, results: harness.Results, cases: dict[str, tuple], active: tuple[int, ...]) -> None:
+    for name in cases:
         for percent in (None, 0.0, 5.0):
-            case = Case(bundle, name, percent)
-            roof = harness.copy_roof(case.moved)
+            case = Case(bundle, cases, name, percent)
             variant = "full" if percent is None else f"rate_{percent:g}"
-            timings = {}
-            for condition, timer in harness.TIMERS.items():
-                timings[condition] = timer(case.decoder())
-                results.add(
-                    name, variant, condition, timings[condition], moved=case.moved, roof_us=roof[condition].p50,
-                    baseline="copy", baseline_us=roof[condition].p50,
-                )  # fmt: skip
-            if percent is not None:
-                continue
-            for offset in (1, 2, 4, 7, 15) if name == "qwen_gate" else (1,):
-                for condition, timer in harness.TIMERS.items():
+            calls = {variant: case.decoder()}
+            if percent is None:
+                offsets = (1, 2, 4, 7, 15) if name == "qwen_gate" else (1,)
+                calls |= {f"offset_{offset}": case.decoder(offset=offset) for offset in offsets}
+            for condition, (timings, roof) in harness.time_beside_copies(calls, case.moved).items():
+                for variant, timing in timings.items():
+                    is_offset = variant.startswith("offset")
                     results.add(
-                        name, f"offset_{offset}", condition, timer(case.decoder(offset=offset)), moved=case.moved,
-                        roof_us=roof[condition].p50, baseline="full", baseline_us=timings[condition].p50,
+                        name, variant, condition, timing, moved=case.moved, roof_us=roof.p50,
+                        baseline="full" if is_offset else "copy",
+                        baseline_us=timings["full"].p50 if is_offset else roof.p50,
                     )  # fmt: skip
 
 
-def bench_sparse(bundle, results: harness.Results) -> None:
+def bench_sparse(bundle, results: harness.Results, cases: dict[str, tuple], active: tuple[int, ...]) -> None:
     for name in ("qwen_gate", "qwen_down"):
-        case = Case(bundle, name)
-        for num_active in ACTIVE:
+        case = Case(bundle, cases, name)
+        for num_active in active:
             expert_start = routing(case.scales.num_planes, num_active)
             moved = case.moved * num_active // case.scales.num_planes
-            roof = harness.copy_roof(max(moved, 32))
-            known = {"max_active": num_active}
-            for variant, options in ((f"active_{num_active}", {}), (f"active_{num_active}_known", known)):
-                for condition, timer in harness.TIMERS.items():
+            calls = {
+                f"active_{num_active}": case.decoder(expert_start),
+                f"active_{num_active}_known": case.decoder(expert_start, max_active=num_active),
+            }
+            for condition, (timings, roof) in harness.time_beside_copies(calls, max(moved, 32)).items():
+                for variant, timing in timings.items():
                     results.add(
-                        name, variant, condition, timer(case.decoder(expert_start, **options)), moved=moved,
-                        roof_us=roof[condition].p50, baseline="copy", baseline_us=roof[condition].p50,
+                        name, variant, condition, timing, moved=moved, roof_us=roof.p50, baseline="copy",
+                        baseline_us=roof.p50,
                     )  # fmt: skip
 
 
@@ -127,9 +130,9 @@ def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions
     return call
 
 
-def bench_compress(bundle, results: harness.Results) -> None:
+def bench_compress(bundle, results: harness.Results, cases: dict[str, tuple], active: tuple[int, ...]) -> None:
     """157 MB of scales, two gate-like stacks and one down: the kernels in one graph, and by the wall clock."""
-    stacks = [Case(bundle, name).planes for name in ("qwen_gate", "qwen_gate", "qwen_down")]
+    stacks = [Case(bundle, cases, name).planes for name in ("qwen_gate", "qwen_gate", "qwen_down")]
     wire, calls = [], []
     for planes in stacks:
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(planes)
@@ -138,12 +141,12 @@ def bench_compress(bundle, results: harness.Results) -> None:
         for words, cpu_words in zip(exceptions[:2], cpu_exceptions, strict=True):
             assert torch.equal(words.cpu().view(torch.int32), cpu_words.view(torch.int32))
         wire.append((fixed, exceptions, planes.shape))
-        calls.append(encode_kernels(bundle, planes, fixed, exceptions))
+        if planes.is_cuda:
+            calls.append(encode_kernels(bundle, planes, fixed, exceptions))
     moved = sum(2 * planes.numel() + fixed.numel() for planes, (fixed, _, _) in zip(stacks, wire, strict=True))
-    roof = harness.copy_roof(moved)
-    timing = harness.time_warm(lambda: [call() for call in calls])
-    results.add("qwen_layer", "compress", "warm", timing, moved=moved, roof_us=roof["warm"].p50, baseline="copy",
-                baseline_us=roof["warm"].p50)  # fmt: skip
+    timings, roof = harness.time_beside_copies({"compress": lambda: [call() for call in calls]}, moved)["warm"]
+    results.add("qwen_layer", "compress", "warm", timings["compress"], moved=moved, roof_us=roof.p50, baseline="copy",
+                baseline_us=roof.p50)  # fmt: skip
 
     def prepare() -> None:
         for fixed, exceptions, (_, rows, cols) in wire:
@@ -155,26 +158,27 @@ def bench_compress(bundle, results: harness.Results) -> None:
 
     moved = sum(2 * fixed.numel() for fixed, _, _ in wire)
     for variant, call in (("compress_wall", compress), ("prepare_wall", prepare)):
-        results.add("qwen_layer", variant, "warm", wall_clock(call), moved=moved, roof_us=roof["warm"].p50)
+        results.add("qwen_layer", variant, "warm", wall_clock(call), moved=moved, roof_us=roof.p50)
 
 
-def bench_eager(bundle, results: harness.Results) -> None:
+def bench_eager(bundle, results: harness.Results, cases: dict[str, tuple], active: tuple[int, ...]) -> None:
     """What one eager call costs the CPU: a stack too small for the GPU to matter."""
-    planes = make_planes(2, 16, 16, 1.0)
+    planes = make_planes(2, 16, 16, 1.0, device=DEVICE)
     scales = bundle.prepare_nvfp4_csf_scales(*bundle.compress_nvfp4_csf_scales(planes), num_rows=16, num_cols=16)
-    workspace = torch.empty(bundle.csf_workspace_size(scales), dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(bundle.csf_workspace_size(scales), dtype=torch.uint8, device=DEVICE)
     timing = wall_clock(lambda: bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace), calls=200)
     results.add("tiny", "eager_call", "warm", timing, moved=2 * 16 * 16, roof_us=timing.p50)
 
 
 def wall_clock(call, *, calls: int = 1, samples: int = 15) -> harness.Timing:
     times = []
+    synchronize = torch.cuda.synchronize if DEVICE == "cuda" else torch.cpu.synchronize
     for _ in range(samples + 3):
-        torch.cuda.synchronize()
+        synchronize()
         begin = time.perf_counter()
         for _ in range(calls):
             call()
-        torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - begin) * 1e6 / calls)
     return harness.quantiles(times[3:])
 
@@ -183,12 +187,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/csf_decode.csv")
     parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
+    parser.add_argument("--tiny", action="store_true", help="small stacks: does it run?")
     arguments = parser.parse_args()
+    if not (arguments.tiny or DEVICE == "cuda"):
+        parser.error("real shapes need a CUDA device; --tiny runs without one")
     results = harness.Results(arguments.out, arguments.commit)
+    sizes = (TINY_CASES, TINY_ACTIVE) if arguments.tiny else (CASES, ACTIVE)
     bundle = load()
     for bench in (bench_decode, bench_sparse, bench_compress, bench_eager):
-        bench(bundle, results)
-    results.write()
+        bench(bundle, results, *sizes)
 
 
 if __name__ == "__main__":

@@ -260,11 +260,11 @@ def layer_times(results: Path) -> dict[str, Figure]:
 
 
 def model_speed(results: Path) -> Figure:
-    """Rows of model.csv: one decoding step of `tokens` sequences, `bytes` the peak memory."""
+    """Rows of model.csv for decoding: a step of `tokens` sequences, `bytes` the peak memory."""
     table = Table("model", results)
     figure, (axis,) = axes(f"Decoding speed and memory of a whole model ({measured_on(table)})", height=3.6)
     for i, variant in enumerate(table.values("variant")):
-        rows = table.select(variant=variant)
+        rows = [row for row in table.select(variant=variant) if row.case.startswith("decode")]
         axis.plot([row.bytes / 1e9 for row in rows], [1e6 * (row.tokens or 1) / row.us for row in rows], "o",
                   color=STRATEGIES.get(variant, f"C{i}"), label=variant)  # fmt: skip
         for row in rows:

@@ -1,7 +1,7 @@
 """How every number here is measured: CUDA graph replay, warm and L2-flushed, quantiles, same-run roofs, CSV rows.
 
-Warm: one graph of `CALLS` back-to-back calls, divided. Cold: one graph of flush, event, call, event, so that each
-call finds L2 full of other data. Roofs are the fastest of several vectorized kernels over the same number of bytes,
+Warm: one graph of back-to-back calls, divided. Cold: one graph of flush, event, call, event, so that each call finds L2
+full of other data. Roofs are the fastest of several vectorized kernels over the same number of bytes,
 timed the same way in the same run. What is compared is timed in turns, as a GPU's clock drifts with its load.
 """
 
@@ -29,6 +29,7 @@ COLUMNS = [
     *("us_p20", "us_p50", "us_p80", "bytes", "roof_us", "baseline", "baseline_us"),
 ]
 CALLS = 20
+SAMPLES = 30 if torch.cuda.is_available() else 3
 FLUSH_BYTES = 256 << 20
 
 
@@ -63,23 +64,6 @@ def _capture(body: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_warm(call: Callable[[], None], *, samples: int = 20) -> Timing:
-    def body() -> None:
-        for _ in range(CALLS):
-            call()
-
-    graph = _capture(body)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(samples + 2):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / CALLS)
-    return quantiles(times[2:])
-
-
 _flush_buffer: torch.Tensor | None = None
 
 
@@ -109,9 +93,6 @@ def time_cold(call: Callable[[], None], *, samples: int = 20) -> Timing:
     return quantiles(times[2:])
 
 
-TIMERS = {"warm": time_warm, "cold": time_cold}
-
-
 def time_in_turns(
     calls: dict[str, Callable[[], object]], *, samples: int, flush: bool, repeat: int = 1
 ) -> dict[str, Timing]:
@@ -131,6 +112,19 @@ def time_in_turns(
         for name in names[first:] + names[:first]:
             taken[name].append(takers[name]())
     return {name: quantiles(times[1:]) for name, times in taken.items()}
+
+
+WARM_BYTES = 2 << 30
+"""About half a millisecond of memory's speed: what one warm sample moves."""
+
+
+def conditions(moved: int) -> dict[str, dict]:
+    """Options of `time_in_turns` for calls that move so many bytes: warm, repeated where they are short, and cold."""
+    repeat = max(3, min(CALLS, WARM_BYTES // max(1, moved)))
+    return {
+        "warm": {"samples": SAMPLES, "flush": False, "repeat": repeat},
+        "cold": {"samples": SAMPLES, "flush": True},
+    }
 
 
 def _graph_clock(call: Callable[[], object], flush: bool, repeat: int) -> Callable[[], float]:
@@ -170,15 +164,22 @@ def _copy_kernel(out_ptr, in_ptr, num_words, BLOCK: tl.constexpr):
         tl.store(out_ptr + offs, tl.load(in_ptr + offs, mask=offs < num_words), mask=offs < num_words)
 
 
-def copy_roof(moved_bytes: int) -> dict[str, Timing]:
-    """The fastest copy that reads half of `moved_bytes` and writes half, by condition."""
-    words = max(1, moved_bytes // 16)
-    src, dst = (torch.empty(words, dtype=torch.int64, device="cuda").random_() for _ in range(2))
-    calls = [lambda: dst.copy_(src)]
-    for block, warps in ((512, 4), (1024, 4), (2048, 4), (2048, 8), (4096, 8)):
-        grid = triton.cdiv(words, block)
-        calls.append(lambda b=block, w=warps, g=grid: _copy_kernel[(g,)](dst, src, words, BLOCK=b, num_warps=w))
-    return {name: min((timer(call) for call in calls), key=lambda t: t.p50) for name, timer in TIMERS.items()}
+def time_beside_copies(
+    calls: dict[str, Callable[[], object]], moved: int
+) -> dict[str, tuple[dict[str, Timing], Timing]]:
+    """By condition: timings of `calls`, and of the fastest copy that reads half of `moved` bytes and writes half."""
+    words, device = max(1, moved // 16), "cuda" if torch.cuda.is_available() else "cpu"
+    src, dst = (torch.empty(words, dtype=torch.int64, device=device).random_() for _ in range(2))
+    copies: dict[tuple, Callable[[], object]] = {("torch",): functools.partial(dst.copy_, src)}
+    for block, warps in ((512, 4), (1024, 4), (2048, 4), (2048, 8), (4096, 8)) if src.is_cuda else ():
+        launch = _copy_kernel[(triton.cdiv(words, block),)]
+        copies[block, warps] = functools.partial(launch, dst, src, words, BLOCK=block, num_warps=warps)
+    found = {}
+    for condition, options in conditions(moved).items():
+        timings = time_in_turns(calls | copies, **options)
+        roof = min((timings[name] for name in copies), key=lambda timing: timing.p50)
+        found[condition] = ({name: timings[name] for name in calls}, roof)
+    return found
 
 
 def environment(commit: str | None) -> dict[str, str]:

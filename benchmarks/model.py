@@ -8,18 +8,21 @@ packed weights, and random scale planes with the exception rates of real ones, 1
 layers have full attention: transformers runs linear attention without its optional kernels in plain torch, so slowly
 that nothing else would show.
 
-prefill  one sequence, eager, logits of the last token.
+prefill  one sequence, eager, launched ahead, logits of the last token.
 decode   one token for each of 1, 8 and 64 sequences after a context of CONTEXT tokens, static cache, CUDA graph.
 
-dense, staged, prefetched and fused run the same model, one after the other, and their logits are compared: bit for bit.
-Rows have three columns more: tokens a second, bytes that scales take, and all bytes allocated.
+First memory: the same model as dense, staged, prefetched and fused, with nothing else on the GPU; `bytes` is the peak
+of the longest prefill. Then time: one model with both forms of scales and one copy of all weights, the four in turns,
+so that a drift of the clocks changes no ratio. Logits of all four are compared, bit for bit, before they are timed.
+Rows have three columns more: tokens a second, bytes that scales take, and all bytes allocated between calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import dataclasses
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +30,7 @@ from types import SimpleNamespace
 
 import harness
 import torch
+from moe_layer import QWEN_NEXT, compile_one
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from finegrained_kernels.integrations.transformers import NVFP4ExpertsModule, nvfp4_experts, set_scale_strategy
@@ -35,8 +39,20 @@ from finegrained_kernels.integrations.transformers.schedule import Schedule
 COLUMNS = [*harness.COLUMNS, "tokens_per_s", "scale_bytes", "allocated_bytes"]
 RATES = {"gate_up": 0.0102, "down": 0.0022}
 CONTEXT = 256
-VARIANTS = {"staged": ("staged", False), "prefetched": ("staged", True), "fused": ("fused", False)}
-SHAPE = {"hidden_size": 2560, "moe_intermediate_size": 640, "num_experts": 512, "num_experts_per_tok": 10}
+SLEEP_CYCLES = {"eager": 60_000_000, "graph": 2_000_000}
+"""About 30 and 1 ms that the GPU waits before a call, so that it is launched ahead."""
+VARIANTS = {
+    "dense": ("dense", False),
+    "staged": ("staged", False),
+    "prefetched": ("staged", True),
+    "fused": ("fused", False),
+}
+SHAPE = {
+    "hidden_size": QWEN_NEXT.hidden,
+    "moe_intermediate_size": QWEN_NEXT.intermediate,
+    "num_experts": QWEN_NEXT.num_experts,
+    "num_experts_per_tok": QWEN_NEXT.top_k,
+}
 TINY = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256}
 
 
@@ -101,11 +117,12 @@ def fill_experts(experts: NVFP4ExpertsModule, bundle, device: str) -> None:
         experts.register_buffer(f"{name}_global", torch.full(columns, 0.005, device=device), persistent=False)
 
 
-def make_dense(model: torch.nn.Module) -> None:
-    """Decode all scales for good, one layer at a time."""
-    layers = nvfp4_experts(model)
+def make_dense(model: torch.nn.Module) -> list[dict]:
+    """Decode all scales for good, one layer at a time. Returns each layer's compressed ones, on the CPU."""
+    layers, kept = nvfp4_experts(model), []
     schedule = layers[0].schedule
     for layer in layers:
+        kept.append({name: layer.scales(name).to("cpu") for name in ("gate_up", "down")})
         for name in ("gate_up", "down"):
             dense = schedule.bundle.decompress_nvfp4_csf_scales(layer.scales(name)).view(torch.uint8)
             layer.experts = None
@@ -113,49 +130,64 @@ def make_dense(model: torch.nn.Module) -> None:
                 del layer._buffers[f"{name}_{field}"]
             layer.set_scales(name, dense)
     schedule.switch("dense", prefetch=False)
+    return kept
 
 
-class Clock:
-    """Times calls on the GPU by events, on the CPU by the clock."""
+class Switch:
+    """`switch(variant)`: the model runs so from now on. Both forms of scales are resident, and nothing is made."""
 
-    def __init__(self, device: str, samples: int) -> None:
-        self.device, self.samples = device, samples
+    def __init__(self, model: torch.nn.Module, compressed: list[dict]) -> None:
+        self.layers = nvfp4_experts(model)
+        self.schedule = self.layers[0].schedule
+        self.dense = [layer.experts for layer in self.layers]
+        scratch = None
+        self.compressed = []
+        for experts, scales in zip(self.dense, compressed, strict=True):
+            scales = {f"{name}_scales": part.to(experts.gate_up.device) for name, part in scales.items()}
+            found = dataclasses.replace(experts, **scales)
+            scratch = found.gate_up.new_empty(found.scratch_size) if scratch is None else scratch
+            self.compressed.append(dataclasses.replace(found, scratch=scratch))
 
-    def __call__(self, call: Callable[[], object]) -> harness.Timing:
-        times = []
-        for _ in range(self.samples + 1):
-            if self.device == "cpu":
-                begin = time.perf_counter()
-                call()
-                times.append((time.perf_counter() - begin) * 1e6)
-                continue
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000)
-        return harness.quantiles(times[1:])
+    def __call__(self, variant: str) -> None:
+        self.schedule.strategy, self.schedule.prefetch = VARIANTS[variant]
+        for layer, experts in zip(self.layers, self.dense if variant == "dense" else self.compressed, strict=True):
+            layer.experts = experts
 
 
-def prefill(model: torch.nn.Module, length: int) -> tuple[Callable[[], torch.Tensor], str]:
+def time_call(call: Callable[[], object], condition: str) -> float:
+    """us of one call, "eager" or "graph": on the GPU by events, on the CPU by the clock."""
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e6
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CYCLES[condition])
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000
+
+
+def prefill(model: torch.nn.Module, length: int) -> Callable[[], torch.Tensor]:
+    """With a cache, as a generation begins; without one, transformers would wait for the GPU."""
     ids = torch.arange(length, device=model.device).view(1, -1) * 7 % model.config.vocab_size
 
     def call() -> torch.Tensor:
         with torch.no_grad():
-            return model(ids, use_cache=False, logits_to_keep=1).logits
+            return model(ids, use_cache=True, logits_to_keep=1).logits
 
-    return call, "eager"
+    return call
 
 
-def decode(model: torch.nn.Module, batch: int) -> tuple[Callable[[], torch.Tensor], str]:
-    """A step, as a CUDA graph where that can be."""
+def decode(model: torch.nn.Module, batch: int) -> Callable[[], torch.Tensor]:
+    """A step, the same one every time: all variants may share it, as it leaves the cache as it was."""
     cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 8)
     ids = torch.arange(batch * CONTEXT, device=model.device).view(batch, CONTEXT) * 7 % model.config.vocab_size
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
     token, position = ids[:, :1].clone(), torch.full((batch, 1), CONTEXT, device=model.device)
-    # The cache counts its own tokens: every step is made the same one again.
+    # The cache counts its own tokens.
     counts = [tensor for layer in cache.layers for tensor in vars(layer).values() if is_count(tensor)]
     kept = [count.clone() for count in counts]
 
@@ -165,13 +197,21 @@ def decode(model: torch.nn.Module, batch: int) -> tuple[Callable[[], torch.Tenso
                 count.copy_(value)
             return model(token, position_ids=position, past_key_values=cache).logits
 
-    if model.device.type == "cpu":
-        return step, "eager"
+    return step
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
+
+
+def captured(model: torch.nn.Module, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor] | None:
+    """`step` as a CUDA graph; None where that cannot be."""
+    if not torch.cuda.is_available():
+        return None
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
+        step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
@@ -179,55 +219,91 @@ def decode(model: torch.nn.Module, batch: int) -> tuple[Callable[[], torch.Tenso
             logits = step()
     except RuntimeError as error:  # a transformers that waits for the GPU in a step: said in the row
         print(f"no CUDA graph: {error}".splitlines()[0], flush=True)
-        return step, "eager"
+        nvfp4_experts(model)[0].schedule.changed()
+        return None
 
     def replay() -> torch.Tensor:
         graph.replay()
         return logits
 
-    return replay, "graph"
+    return replay
 
 
-def is_count(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
-
-
-def measure(
-    model: torch.nn.Module, variant: str, args: argparse.Namespace, expected: dict[str, torch.Tensor]
-) -> list[dict]:
-    layers = nvfp4_experts(model)
-    device = model.device.type
+def memory_of(model: torch.nn.Module, variant: str, length: int) -> dict[str, int]:
+    """Bytes of scales, of all between calls, and at the peak of a prefill of `length` tokens."""
+    scales = sum(layer.scale_bytes for layer in nvfp4_experts(model))
+    call = prefill(model, length)
+    call()
     gc.collect()
-    if device == "cuda":
+    if model.device.type == "cpu":
+        allocated = peak = sum(parameter.nbytes for parameter in model.parameters()) + scales
+    else:
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    scales = sum(layer.scale_bytes for layer in layers)
-    allocated = torch.cuda.memory_allocated() if device == "cuda" else sum(p.nbytes for p in model.parameters())
-    clock = Clock(device, args.samples)
-    rows = []
-    cases = [(f"prefill_{n}", n, prefill, n) for n in args.prefill] + [
-        (f"decode_{n}", n, decode, n) for n in args.decode
-    ]
-    for case, tokens, make, size in cases:
-        call, condition = make(model, size)
-        logits = call().clone()
-        if case in expected and not torch.equal(logits, expected[case]):
-            raise SystemExit(f"{case}: {variant} differs from {next(iter(VARIANTS))}")
-        expected.setdefault(case, logits)
-        timing = clock(call)
-        row = {"case": case, "variant": variant, "tokens": tokens, "condition": condition}
-        row |= {"us_p20": timing.p20, "us_p50": timing.p50, "us_p80": timing.p80}
-        row |= {"tokens_per_s": tokens / timing.p50 * 1e6, "scale_bytes": scales, "allocated_bytes": allocated}
-        rows.append(row)
-        print(f"{case:14}{variant:12}{timing.p50 / 1000:10.2f} ms {row['tokens_per_s']:10.0f} tokens/s", flush=True)
-        del call, logits
-    print(f"{variant:12} scales {scales / 1e9:.3f} GB, all {allocated / 1e9:.2f} GB", flush=True)
-    return rows
+        allocated = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    gb = [f"{name} {count / 1e9:.3f} GB" for name, count in (("scales", scales), ("all", allocated), ("peak", peak))]
+    print(f"{variant:12}{', '.join(gb)}", flush=True)
+    return {"scale_bytes": scales, "allocated_bytes": allocated, "bytes": peak}
+
+
+class Case:
+    """One call of the model, by variant, timed in turns."""
+
+    def __init__(self, model: torch.nn.Module, switch: Switch, phase: str, size: int) -> None:
+        self.switch, self.name, self.tokens = switch, f"{phase}_{size}", size
+        switch("dense")
+        call = (prefill if phase == "prefill" else decode)(model, size)
+        self.calls = dict.fromkeys(VARIANTS, call)
+        self.condition = "eager"
+        if phase == "decode":
+            graphs = {variant: self.with_variant(variant, captured, model, call) for variant in VARIANTS}
+            if all(graphs.values()):
+                self.calls, self.condition = graphs, "graph"
+
+    def with_variant(self, variant: str, function: Callable, *arguments):
+        self.switch(variant)
+        return function(*arguments)
+
+    def check(self) -> list[str]:
+        """What differs from dense."""
+        logits = {name: self.with_variant(name, call).clone() for name, call in self.calls.items()}
+        if not bool(logits["dense"].isfinite().all()):
+            return [f"{self.name}: logits are not finite"]
+        wrong = [name for name, found in logits.items() if not torch.equal(found, logits["dense"])]
+        return [f"{self.name}: {name} differs from dense" for name in wrong]
+
+    def measure(self, samples: int) -> dict[str, harness.Timing]:
+        names, taken = list(VARIANTS), {name: [] for name in VARIANTS}
+        for i in range(samples + 1):
+            first = i % len(names)
+            for name in names[first:] + names[:first]:
+                taken[name].append(self.with_variant(name, time_call, self.calls[name], self.condition))
+        return {name: harness.quantiles(times[1:]) for name, times in taken.items()}
+
+
+def bench_case(case: Case, samples: int, memory: dict[str, dict], results: harness.Results) -> None:
+    timings = case.measure(samples)
+    for variant, timing in timings.items():
+        speed = case.tokens / timing.p50 * 1e6
+        results.append(
+            case.name, variant, timing, tokens=case.tokens, condition=case.condition, **memory[variant],
+            baseline="dense", baseline_us=f"{timings['dense'].p50:.2f}", tokens_per_s=f"{speed:.2f}",
+        )  # fmt: skip
+        print(
+            f"{case.name:14}{variant:12}{timing.p50 / 1000:10.3f} ms ({timing.p20 / 1000:.3f} to "
+            f"{timing.p80 / 1000:.3f}) {speed:10.0f} tokens/s, {timing.p50 / timings['dense'].p50:.4f} of dense",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=12, help="of prefill; decode takes four times as many")
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "model.csv")
@@ -235,26 +311,30 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
     begin = time.perf_counter()
+    if device == "cuda" and not args.tiny:
+        counts = sorted({*args.prefill, *args.decode, *(CONTEXT * batch for batch in args.decode)})
+        jobs = itertools.product(("qwen_next",), ("w4a16",), counts, (None,), ("dense", "fused", "staged"))
+        harness.compile_ahead(compile_one, jobs)
+    torch.manual_seed(0)
     model = make_model(args.layers, TINY if args.tiny else SHAPE, device)
-    print(f"model of {args.layers} layers made in {time.perf_counter() - begin:.1f} s", flush=True)
-    rows, expected = [], {}
+    print(f"model of {args.layers} layers made, {time.perf_counter() - begin:.1f} s", flush=True)
+    longest, memory = max([1, *args.prefill]), {}
     for variant, (strategy, prefetch) in VARIANTS.items():
-        set_scale_strategy(model, strategy, prefetch=prefetch)
-        rows += measure(model, variant, args, expected)
-    make_dense(model)
-    rows += measure(model, "dense", args, expected)
-    baseline = {row["case"]: row["us_p50"] for row in rows if row["variant"] == "dense"}
-    environment = harness.environment(args.commit)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
-        writer.writeheader()
-        for row in rows:
-            row |= {"baseline": "dense", "baseline_us": baseline[row["case"]]}
-            writer.writerow(environment | {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in row.items()})
+        if strategy != "dense":
+            set_scale_strategy(model, strategy, prefetch=prefetch)
+            memory[variant] = memory_of(model, variant, longest)
+    compressed = make_dense(model)
+    memory["dense"] = memory_of(model, "dense", longest)
+    switch, results = Switch(model, compressed), harness.Results(args.out, args.commit, columns=COLUMNS)
+    faults = []
+    for phase, size in [("prefill", n) for n in args.prefill] + [("decode", n) for n in args.decode]:
+        case = Case(model, switch, phase, size)
+        faults += case.check()
+        bench_case(case, args.samples * (4 if phase == "decode" else 1), memory, results)
     print(f"{time.perf_counter() - begin:.0f} s in all, {args.out}")
+    if faults:
+        raise SystemExit("\n".join(faults))
 
 
 if __name__ == "__main__":

@@ -67,9 +67,12 @@ class Shape:
 
 
 QWEN = Shape("qwen", 512, 2560, 640, 8, heads=32, kv_heads=4, head_dim=128)
+QWEN_NEXT = dataclasses.replace(QWEN, name="qwen_next", top_k=10, heads=16, kv_heads=2, head_dim=256)
+"""Of model.py's model."""
+
 TINY = Shape("tiny", 6, 64, 32, 2, heads=4, kv_heads=2, head_dim=16, context=32, layer_tokens=(1, 24),
              path_tokens=(2,), prefill=(24,), decode=(2,))  # fmt: skip
-SHAPES = {shape.name: shape for shape in (QWEN, TINY)}
+SHAPES = {shape.name: shape for shape in (QWEN, QWEN_NEXT, TINY)}
 
 
 def make_layer(bundle: ModuleType, shape: Shape, seed: int, scratch: torch.Tensor | None = None):

@@ -18,16 +18,13 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import multiprocessing
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
-from read_sweep import read_sweep
+from read_sweep import time_beside_roofs
 from tune_nvfp4_gemm import CASES, TOP_K, load_bundle
 
 SEED = 0
@@ -165,30 +162,6 @@ class Problem:
         assert bool((error <= allowed).all()), f"{name}: {(error / allowed).max():.3g} x the allowed error"
 
 
-def time_on_cpu(call: Callable[[], object], *, samples: int = 3) -> harness.Timing:
-    times = []
-    for _ in range(samples):
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e6)
-    return harness.quantiles(times)
-
-
-def timers() -> dict[str, Callable]:
-    return harness.TIMERS if torch.cuda.is_available() else dict.fromkeys(harness.TIMERS, time_on_cpu)
-
-
-def read_roof(memory: torch.Tensor, num_bytes: int, **options: int) -> dict[str, harness.Timing]:
-    """The fastest read-only sweep of the first `num_bytes` bytes of `memory`, by condition; options of the timers."""
-    words = memory[: num_bytes // 8 * 8].view(torch.int64)
-    calls = [lambda: words.sum()]
-    if words.is_cuda:
-        calls = [functools.partial(read_sweep, words, *launch) for launch in ((4, 4), (8, 4), (8, 8), (16, 4))]
-    return {
-        name: min((timer(call, **options) for call in calls), key=lambda t: t.p50) for name, timer in timers().items()
-    }
-
-
 def grouped_mm(*args, **kwargs) -> torch.Tensor:
     """torch's grouped GEMM, by its public name where this torch has it."""
     public = getattr(torch.nn.functional, "grouped_mm", None)
@@ -208,57 +181,55 @@ def torch_grouped_call(problem: Problem, dense: torch.Tensor) -> Callable[[], to
     return run
 
 
-def add_timings(results: harness.Results, case: str, variant: str, problem: Problem, call, roof, baseline: str,
-                baseline_timings: dict[str, harness.Timing]) -> dict[str, harness.Timing]:  # fmt: skip
-    timings = {condition: timer(call) for condition, timer in timers().items()}
-    for condition, timing in timings.items():
-        results.add(
-            case, variant, condition, timing, moved=problem.moved, roof_us=roof[condition].p50, tokens=problem.tokens,
-            baseline=baseline, baseline_us=baseline_timings[condition].p50,
-        )  # fmt: skip
-    return timings
+def add_timings(results: harness.Results, case: str, problem: Problem, calls: dict[str, Callable],
+                baselines: dict[str, str]) -> None:  # fmt: skip
+    """Time `calls`, by variant, in turns with the sweeps that are their roof; `baselines`: another, or read_sweep."""
+    moved = dict.fromkeys(calls, problem.moved)
+    for condition, options in harness.conditions(problem.moved).items():
+        timings, roofs = time_beside_roofs(calls, moved, problem.weights.memory, **options)
+        for variant, timing in timings.items():
+            baseline = baselines[variant]
+            results.add(
+                case, variant, condition, timing, moved=problem.moved, roof_us=roofs[variant], tokens=problem.tokens,
+                baseline=baseline,
+                baseline_us=roofs[variant] if baseline == "read_sweep" else timings[baseline].p50,
+            )  # fmt: skip
 
 
 def bench_decode(bundle, results: harness.Results, shapes: dict, tokens: tuple[int, ...]) -> None:
+    baselines = {"w4a16": "read_sweep", "w4a16_batched": "w4a16"}
     for case in CASES:
         weights = Weights(shapes[case], pick_device())
         for count in tokens:
             problem = Problem(bundle, case, weights, count)
-            roof = read_roof(weights.memory, problem.moved)
-            call = problem.checked_call("w4a16")
-            grouped = add_timings(results, case, "w4a16", problem, call, roof, "read_sweep", roof)
-            if count <= BATCHED_TOKENS:
-                call = problem.checked_call("w4a16_batched")
-                add_timings(results, case, "w4a16_batched", problem, call, roof, "w4a16", grouped)
+            variants = [name for name in baselines if name == "w4a16" or count <= BATCHED_TOKENS]
+            calls = {name: problem.checked_call(name) for name in variants}
+            add_timings(results, case, problem, calls, baselines)
 
 
 def bench_prefill(bundle, results: harness.Results, shapes: dict, tokens: tuple[int, ...]) -> None:
+    baselines = {"torch_grouped_mm": "read_sweep", "w4a16": "torch_grouped_mm", "w4a4": "w4a16"}
     for case in PREFILL_CASES:
         weights = Weights(shapes[case], pick_device())
-        parts = [weights.dequantized(slice(i, i + 16), torch.bfloat16) for i in range(0, weights.experts, 16)]
-        dense = torch.cat(parts)
-        del parts
+        dense = torch.empty(weights.experts, weights.rows, weights.depth, dtype=torch.bfloat16, device=pick_device())
+        for i in range(0, weights.experts, 16):
+            dense[i : i + 16] = weights.dequantized(slice(i, i + 16), torch.bfloat16)
         for count in tokens:
             problem = Problem(bundle, case, weights, count)
-            roof = read_roof(weights.memory, problem.moved)
-            call = torch_grouped_call(problem, dense)
-            baseline = add_timings(results, case, "torch_grouped_mm", problem, call, roof, "read_sweep", roof)
-            call = problem.checked_call("w4a16")
-            w4a16 = add_timings(results, case, "w4a16", problem, call, roof, "torch_grouped_mm", baseline)
-            call = problem.checked_call("w4a4")
-            add_timings(results, case, "w4a4", problem, call, roof, "w4a16", w4a16)
+            calls = {"torch_grouped_mm": torch_grouped_call(problem, dense)}
+            calls |= {name: problem.checked_call(name) for name in ("w4a16", "w4a4")}
+            add_timings(results, case, problem, calls, baselines)
 
 
 def bench_dense(bundle, results: harness.Results, shapes: dict, tokens: tuple[int, ...]) -> None:
+    baselines = {"torch_bf16": "read_sweep", "w4a16": "torch_bf16"}
     weights = Weights(shapes[DENSE], pick_device())
     dense = weights.dequantized(0, torch.bfloat16)
     for count in tokens:
         problem = Problem(bundle, DENSE, weights, count)
-        roof = read_roof(weights.memory, problem.moved)
-        call = functools.partial(torch.matmul, problem.x, dense.T)
-        baseline = add_timings(results, DENSE, "torch_bf16", problem, call, roof, "read_sweep", roof)
-        call = problem.checked_call("w4a16")
-        add_timings(results, DENSE, "w4a16", problem, call, roof, "torch_bf16", baseline)
+        calls = {"torch_bf16": functools.partial(torch.matmul, problem.x, dense.T)}
+        calls["w4a16"] = problem.checked_call("w4a16")
+        add_timings(results, DENSE, problem, calls, baselines)
 
 
 BENCHES = {"decode": bench_decode, "prefill": bench_prefill, "dense": bench_dense}
@@ -272,26 +243,24 @@ def get_bundle(directory: Path | None):
     return load()
 
 
-def compile_ahead(directory: Path | None, only: list[str]) -> None:
-    """Launch everything once, in processes of their own: what is timed then finds its kernels in the disk's cache."""
+def compile_jobs(directory: Path | None, only: list[str]) -> list[tuple]:
+    """Arguments of `launch_once`, different kernels side by side."""
     jobs = []
     for part in only:
         cases = {"decode": CASES, "prefill": PREFILL_CASES, "dense": (DENSE,)}[part]
-        variants = ("w4a16", "w4a4") if part == "prefill" else ("w4a16",)
-        jobs += itertools.product((directory,), cases, TOKENS[part], variants)
-        if part == "decode":
-            few = [count for count in TOKENS[part] if count <= BATCHED_TOKENS]
-            jobs += itertools.product((directory,), cases, few, ("w4a16_batched",))
-    began = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(max(1, min(12, len(os.sched_getaffinity(0)) - 2))) as pool:
-        pool.starmap(launch_once, jobs, chunksize=1)
-    print(f"{len(jobs)} launches compiled in {time.monotonic() - began:.0f} s", flush=True)
+        variants = {"decode": ("w4a16", "w4a16_batched"), "prefill": ("w4a16", "w4a4"), "dense": ("w4a16",)}[part]
+        for count, case, variant in itertools.product(TOKENS[part], cases, variants):
+            if variant != "w4a16_batched" or count <= BATCHED_TOKENS:
+                jobs.append((directory, case, count, variant))
+    return jobs
+
+
+own_bundle = functools.lru_cache(maxsize=1)(get_bundle)
 
 
 def launch_once(directory: Path | None, case: str, tokens: int, variant: str) -> None:
     torch.set_num_threads(1)
-    bundle = get_bundle(directory)
-    Problem(bundle, case, Weights(SHAPES[case], "cuda", fill=False), tokens).call(variant).run()
+    Problem(own_bundle(directory), case, Weights(SHAPES[case], "cuda", fill=False), tokens).call(variant).run()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
@@ -309,13 +278,10 @@ def main() -> None:
     shapes, tokens = (TINY_SHAPES, TINY_TOKENS) if arguments.tiny else (SHAPES, TOKENS)
     results = harness.Results(arguments.out, arguments.commit)
     if not arguments.tiny:
-        compile_ahead(arguments.bundle, arguments.only)
+        harness.compile_ahead(launch_once, compile_jobs(arguments.bundle, arguments.only))
     bundle = get_bundle(arguments.bundle)
-    try:
-        for part in arguments.only:
-            BENCHES[part](bundle, results, shapes, tokens[part])
-    finally:
-        results.write()  # what was checked and timed before a fault, too
+    for part in arguments.only:
+        BENCHES[part](bundle, results, shapes, tokens[part])
 
 
 if __name__ == "__main__":

@@ -38,9 +38,15 @@ LAUNCHES = ((4, 4), (8, 4), (8, 8), (16, 4))
 
 
 def time_beside_roofs(
-    calls: dict[str, Callable[[], object]], moved: dict[str, int], memory: torch.Tensor, **options
+    calls: dict[str, Callable[[], object]],
+    moved: dict[str, int],
+    memory: torch.Tensor,
+    *,
+    launches: tuple[tuple[int, int], ...] = LAUNCHES,
+    **options,
 ) -> tuple[dict[str, harness.Timing], dict[str, float]]:
-    """`harness.time_in_turns` of calls that move `moved` bytes, and of sweeps of as many bytes of `memory`.
+    """`harness.time_in_turns`, with its options, of calls that move `moved` bytes, and of sweeps of as many bytes of
+    `memory`, launched in each of `launches`.
 
     Returns the calls' timings, and for each the us of its roof, scaled where `memory` holds fewer bytes.
     """
@@ -52,7 +58,7 @@ def time_beside_roofs(
         if not part.is_cuda:
             sweeps[num_bytes, None] = part.sum
             continue
-        for launch in LAUNCHES:
+        for launch in launches:
             sweeps[num_bytes, launch] = functools.partial(read_sweep, part, *launch)
     timings = harness.time_in_turns(calls | sweeps, **options)
     fastest = {

@@ -1,12 +1,16 @@
 """Do 48 layers run from scales that stay compressed, with no dense scale buffer anywhere?
 
-`python benchmarks/resident_scales.py [--layers 48] [--tokens 1 64 4096] [--bundle build/torch-cuda]`, on a GPU;
-`--tiny` runs small layers, on a CPU too, without the memory's figures. Scales of every layer are resident, compressed,
-with the models' own share of exceptions; packed weights are one layer's, which all layers share. Per number of tokens,
-every layer's experts run: gate_up, down, weighted sum, the same tokens for each layer.
+`python benchmarks/resident_scales.py [--out FILE] [--layers 48] [--tokens 1 64 4096] [--bundle build/torch-cuda]`, on
+a GPU; `--tiny` runs small layers, on a CPU too, without the memory's figures. Scales of every layer are resident,
+compressed, with the models' own share of exceptions; packed weights are one layer's, which all layers share. Per number
+of tokens, every layer's experts run: gate_up, down, weighted sum, the same tokens for each layer.
 
-It fails if a call asks the allocator for anything but a result, indices or activations in another order, if the peak is
-more than what is resident and these, or if the first or last layer's result is not that of dense scales to the bit.
+Rows `fused` hold the time of all layers, in a CUDA graph, and as bytes what they read of scales; `peak` and `calls` the
+peak of memory and how much of it is not resident; the others what is resident, and what dense scales would be.
+
+It fails, at its end, if a call asks the allocator for anything but a result, indices or activations in another order,
+if the peak is more than what is resident and these, or if the first or last layer's result is not that of dense scales
+to the bit.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import harness
 import torch
-from nvfp4_gemm import get_bundle, pick_device
-from scale_planes import PERCENT, make_planes
-from tune_nvfp4_gemm import TOP_K, part
+from nvfp4_gemm import get_bundle, own_bundle, pick_device
+from scale_planes import PERCENT, make_planes, plain_scales
+from tune_nvfp4_gemm import TOP_K
 
 MIB = 1 << 20
 ROUTING_BYTES = 4 * MIB
@@ -63,7 +70,8 @@ class Stack:
         return bundle.weighted_reduce(rows, ids, weights, experts)
 
 
-def build_stack(bundle, layers: int, shape: dict[str, int], device: str) -> Stack:
+def build_stack(bundle, layers: int, shape: dict[str, int], device: str, *, fill: bool = True) -> Stack:
+    """With `fill=False`, to compile with: no exceptions."""
     experts, hidden, intermediate = shape.values()
     torch.manual_seed(0)
     gate_up, down = (
@@ -75,6 +83,9 @@ def build_stack(bundle, layers: int, shape: dict[str, int], device: str) -> Stac
         pair = []
         for weights, case in ((gate_up, "qwen_gate_up"), (down, "qwen_down")):
             rows, cols = weights.shape[1], weights.shape[2] // 8
+            if not fill:
+                pair.append(plain_scales(bundle, experts, rows, cols, device))
+                continue
             wire = bundle.compress_nvfp4_csf_scales(
                 make_planes(experts, rows, cols, PERCENT[case], seed=2 * layer + len(pair), device=device)
             )
@@ -83,17 +94,13 @@ def build_stack(bundle, layers: int, shape: dict[str, int], device: str) -> Stac
     return Stack(bundle, gate_up, down, torch.full((experts,), 1e-4, device=device), scales)
 
 
-def check_layer(stack: Stack, layer: tuple, inputs: tuple, out: torch.Tensor) -> None:
-    """`out` is what dense scales give under the same configuration. Decodes: after memory was measured only."""
-    launch = part(stack.bundle, "nvfp4.launch")
-    choose = launch.choose_config
-    dense = tuple(map(stack.bundle.decompress_nvfp4_csf_scales, layer))
-    launch.choose_config = lambda *args: choose(*args[:-1], True)
-    try:
-        assert torch.equal(stack.run(dense, *inputs), out), "not the result of dense scales"
-    finally:
-        launch.choose_config = choose
-    assert bool(out.isfinite().all()) and bool(out.any())
+def result_faults(stack: Stack, layer: tuple, inputs: tuple, out: torch.Tensor) -> list[str]:
+    """`out` is what dense scales give. Decodes: after memory was measured only."""
+    dense = stack.run(tuple(map(stack.bundle.decompress_nvfp4_csf_scales, layer)), *inputs)
+    if not bool(dense.isfinite().all()) or not bool(dense.any()):
+        return [f"{len(out)} tokens: the result of dense scales is not finite, or all zero"]
+    wrong = int((dense != out).sum())
+    return [f"{len(out)} tokens: {wrong} of {out.numel()} are not the result of dense scales"] if wrong else []
 
 
 @contextlib.contextmanager
@@ -109,54 +116,97 @@ def noted_allocations() -> Iterator[list[int]]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def check_memory(stack: Stack, tokens: int, sizes: list[int], peak: int) -> None:
+def memory_faults(stack: Stack, tokens: int, sizes: list[int], peak: int) -> list[str]:
     """Sizes and the peak above what is resident, against what a layer's calls need."""
     rows, hidden, intermediate = tokens * TOP_K, stack.down.shape[1], stack.down.shape[2] * 2
     inner, out, hidden_states = (2 * count for count in (rows * intermediate, rows * hidden, tokens * hidden))
     permuted = [inner // intermediate * -(-intermediate // 256) * 256, inner, hidden_states]  # rows in whole chunks
     known = [inner, out, hidden_states, *permuted]
     strangers = [size for size in sizes if size > ROUTING_BYTES and not any(0 <= size - own < 512 for own in known)]
-    assert sizes and not strangers, f"asked for {sorted(set(strangers))} bytes, which no result has"
-    assert not set(stack.dense_bytes) & set(sizes), "as much as dense scales take was asked for"
     allowed = inner + out + permuted[0] + 2 * hidden_states + 2 * ROUTING_BYTES  # two layers' results are kept
-    assert peak <= allowed, f"{peak} bytes above what is resident, expected at most {allowed}"
+    faults = []
+    if not sizes:
+        faults.append("no allocation was noted, not even a result's")
+    if strangers:
+        faults.append(f"asked for {sorted(set(strangers))} bytes, which no result has")
+    if set(stack.dense_bytes) & set(sizes):
+        faults.append("as much as dense scales take was asked for")
+    if peak > allowed:
+        faults.append(f"{peak} bytes above what is resident, expected at most {allowed}")
+    return [f"{tokens} tokens: {fault}" for fault in faults]
 
 
-def run_tokens(stack: Stack, tokens: int, shape: dict[str, int], device: str) -> None:
+def make_inputs(tokens: int, shape: dict[str, int], device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, shape["hidden"], generator=generator).bfloat16().to(device)
     ids = torch.rand(tokens, shape["experts"], generator=generator).topk(TOP_K).indices.int().to(device)
-    inputs = x, ids, torch.rand(tokens, TOP_K, generator=generator).to(device)
-    if device == "cpu":
-        outputs = [stack.run(layer, *inputs) for layer in (stack.scales[0], stack.scales[-1])]
+    return x, ids, torch.rand(tokens, TOP_K, generator=generator).to(device)
+
+
+def run_all(stack: Stack, inputs: tuple) -> list[torch.Tensor]:
+    """Every layer on the same tokens; the first result and the last."""
+    first = last = None
+    for layer in stack.scales:
+        del last
+        last = stack.run(layer, *inputs)
+        first = last if first is None else first
+    return [first, last]
+
+
+def run_tokens(stack: Stack, tokens: int, shape: dict[str, int], case: str, results: harness.Results) -> list[str]:
+    """What went wrong."""
+    inputs, faults = make_inputs(tokens, shape, stack.gate_up.device.type), []
+    if not torch.cuda.is_available():
+        outputs = run_all(stack, inputs)
     else:
         stack.run(stack.scales[0], *inputs)  # compiles
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         resident = torch.cuda.memory_stats()["requested_bytes.all.current"]
         with noted_allocations() as sizes:
-            outputs = [None, None]
-            for layer in stack.scales:
-                outputs[1] = None
-                outputs[1] = stack.run(layer, *inputs)
-                outputs[0] = outputs[1] if outputs[0] is None else outputs[0]
+            outputs = run_all(stack, inputs)
             torch.cuda.synchronize()
-        stats = torch.cuda.memory_stats()
-        peak = stats["requested_bytes.all.peak"] - resident
-        check_memory(stack, tokens, sizes, peak)
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         print(
-            f"{tokens:5} tokens: max_memory_allocated {torch.cuda.max_memory_allocated() / MIB:.1f} MiB = "
-            f"{stack.compressed_bytes / MIB:.1f} of compressed scales + {stack.weight_bytes / MIB:.1f} of weights + "
+            f"{tokens:5} tokens: a peak of {peak / MIB:.2f} MiB = "
+            f"{stack.compressed_bytes / MIB:.2f} of compressed scales + {stack.weight_bytes / MIB:.2f} of weights + "
             f"{(resident - stack.compressed_bytes - stack.weight_bytes) / MIB:.2f} of inputs + "
-            f"{peak / MIB:.2f} for calls; the largest of their {len(sizes)} allocations {max(sizes) / MIB:.2f}",
+            f"{(peak - resident) / MIB:.2f} for calls, the largest of their {len(sizes)} allocations "
+            f"{max(sizes, default=0) / MIB:.2f}; max_memory_allocated {torch.cuda.max_memory_allocated() / MIB:.2f}",
             flush=True,
         )
+        results.append(case, "peak", tokens=tokens, bytes=peak)
+        results.append(case, "calls", tokens=tokens, bytes=peak - resident)
+        faults += memory_faults(stack, tokens, sizes, peak - resident)
     for layer, out in zip((stack.scales[0], stack.scales[-1]), outputs, strict=True):
-        check_layer(stack, layer, inputs, out)
+        faults += result_faults(stack, layer, inputs, out)
+    del outputs
+    call = functools.partial(run_all, stack, inputs)
+    timing = harness.time_in_turns({"fused": call}, samples=harness.SAMPLES // 3, flush=False)["fused"]
+    active = len(inputs[1].unique()) / len(stack.gate_up)
+    read = round(active * stack.compressed_bytes)
+    results.append(case, "fused", timing, tokens=tokens, condition="warm", bytes=read)
+    print(f"{tokens:5} tokens: all layers in {timing.p50 / 1000:.3f} ms, fused", flush=True)
+    return faults
+
+
+def launch_once(directory: Path | None, tokens: int, is_dense: bool) -> None:
+    """One layer's launches, in a process of its own, for the compiler's cache."""
+    torch.set_num_threads(1)
+    stack = build_stack(own_bundle(directory), 1, QWEN, "cuda", fill=False)
+    (layer,) = stack.scales
+    if is_dense:
+        layer = tuple(map(stack.bundle.decompress_nvfp4_csf_scales, layer))
+    stack.run(layer, *make_inputs(tokens, QWEN, "cuda"))
+    torch.cuda.synchronize()
+    del stack, layer
+    torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/resident_scales.csv")
+    parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 4096])
     parser.add_argument("--bundle", type=Path, help="a built variant, where `kernels` is not installed")
@@ -165,7 +215,12 @@ def main() -> None:
     if not (arguments.tiny or torch.cuda.is_available()):
         parser.error("real shapes need a CUDA device; --tiny runs without one")
     device, shape = pick_device(), TINY if arguments.tiny else QWEN
+    case = f"{'tiny' if arguments.tiny else 'qwen'}_stack_{arguments.layers}"
     began = time.monotonic()
+    results = harness.Results(arguments.out, arguments.commit)
+    if not arguments.tiny:
+        jobs = itertools.product((arguments.bundle,), arguments.tokens, (False, True))
+        harness.compile_ahead(launch_once, jobs)
     stack = build_stack(get_bundle(arguments.bundle), arguments.layers, shape, device)
     dense = arguments.layers * sum(stack.dense_bytes)
     print(
@@ -173,10 +228,14 @@ def main() -> None:
         f"{dense / 1e9:.3f} GB dense, built in {time.monotonic() - began:.0f} s",
         flush=True,
     )
+    sizes = {"scales_compressed": stack.compressed_bytes, "scales_dense": dense, "weights": stack.weight_bytes}
+    for variant, num_bytes in sizes.items():
+        results.append(case, variant, bytes=num_bytes)
     if device == "cuda":
         torch.cuda.empty_cache()
-    for tokens in arguments.tokens:
-        run_tokens(stack, tokens, shape, device)
+    faults = [fault for tokens in arguments.tokens for fault in run_tokens(stack, tokens, shape, case, results)]
+    if faults:
+        raise SystemExit("\n".join(faults))
     print(f"every layer ran, outputs right, {time.monotonic() - began:.0f} s")
 
 

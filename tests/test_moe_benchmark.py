@@ -1,8 +1,9 @@
-"""The MoE benchmark runs from end to end on tiny layers, writes the columns that are promised, and can be plotted."""
+"""The benchmarks of layers and models run from end to end on tiny ones, write the promised columns, and are plotted."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import shutil
 import subprocess
@@ -75,6 +76,48 @@ def test_rows_measured_anew_replace_their_own_alone(results, bundle_dir, tmp_pat
     anew = [row for row in after if row["commit"] == "def"]
     assert after == others + anew and len(after) == len(before)
     assert {row["case"] for row in anew} == {"tiny_paths_w4a16"}
+
+
+@pytest.fixture
+def timeline(monkeypatch):
+    pytest.importorskip("triton", reason="needs triton, which the benchmarks' roofs are written in")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("prefetch_timeline")
+
+
+@pytest.mark.parametrize(("end", "exposed"), [(90, 0), (100, 0), (130, 30)])
+def test_exposed_is_what_a_prefetched_layer_waits(timeline, end, exposed):
+    at = {us: (lambda us=us: float(us)) for us in (10, 20, 100, end)}
+    marks = timeline.LayerMarks(True, at[10], at[100], (at[20], at[end]))
+    assert marks.spans() == {"attention_with_prefetch": 90, "expansion_beside": end - 20, "exposed": exposed}
+    alone = timeline.LayerMarks(False, at[10], at[100], (at[100], at[end]))
+    assert alone.spans() == {"attention_alone": 90, "expansion": end - 100}
+
+
+@pytest.mark.parametrize(("exposed", "loss", "shares"), [(0, -5, (1, 1)), (10, 0, (0.9, 0.9)), (10, 20, (0.9, 0.7))])
+def test_hidden_counts_what_is_exposed_and_what_attention_loses(timeline, exposed, loss, shares):
+    timing = timeline.harness.Timing
+    spans = {"expansion": 100.0, "exposed": exposed, "attention_loss": loss}
+    assert timeline.hidden({name: timing(0, us, 0) for name, us in spans.items()}) == pytest.approx(shares)
+
+
+def test_whole_model_runs_small(bundle_dir, tmp_path):
+    pytest.importorskip("transformers", reason="needs the extra [transformers]")
+    pytest.importorskip("triton", reason="needs triton, which the benchmarks' roofs are written in")
+    out = tmp_path / "model.csv"
+    sizes = ("--layers", "2", "--samples", "1", "--prefill", "16", "--decode", "1")
+    run("model.py", bundle_dir, "--tiny", *sizes, "--out", str(out), "--commit", "abc")
+    header, *lines = out.read_text().splitlines()
+    assert header == f"{COLUMNS},tokens_per_s,scale_bytes,allocated_bytes"
+    rows = list(csv.DictReader(lines, header.split(",")))
+    assert {(row["case"], row["variant"], row["tokens"]) for row in rows} == {
+        (case, variant, tokens) for case, tokens in (("prefill_16", "16"), ("decode_1", "1")) for variant in STRATEGIES
+    }
+    scales = {row["variant"]: int(row["scale_bytes"]) for row in rows}
+    assert scales["staged"] == scales["prefetched"] == scales["fused"] < scales["dense"]
+    for row in rows:
+        assert row["baseline"] == "dense" and float(row["tokens_per_s"]) > 0
+        assert int(row["bytes"]) >= int(row["allocated_bytes"]) > int(row["scale_bytes"])
 
 
 def test_figure_of_the_results(results, bundle_dir, tmp_path):

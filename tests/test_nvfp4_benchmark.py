@@ -1,4 +1,4 @@
-"""The GEMM benchmarks on small shapes, on a CPU: they check what they would time, and write the results' columns."""
+"""The kernels' benchmarks on small shapes, on a CPU: they check what they would time, and write promised columns."""
 
 from __future__ import annotations
 
@@ -48,17 +48,47 @@ def run_benchmark(bundle_dir, run_python):
     return run
 
 
-def test_layers_run_from_resident_scales(run_benchmark):
-    out = run_benchmark("resident_scales", "--tiny", "--layers", "3", "--tokens", "1", "40")
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        assert file.readline().strip() == COLUMNS
+        return list(csv.DictReader(file, COLUMNS.split(",")))
+
+
+def test_layers_run_from_resident_scales(run_benchmark, tmp_path):
+    out = run_benchmark("resident_scales", *ARGUMENTS, "--layers", "3", "--tokens", "1", "40")
     assert "every layer ran, outputs right" in out
+    rows = {(row["variant"], row["tokens"]): row for row in read_rows(tmp_path / "out.csv")}
+    assert set(rows) == {(name, "") for name in ("scales_compressed", "scales_dense", "weights")} | {
+        ("fused", "1"), ("fused", "40")
+    }  # fmt: skip
+    compressed, dense = (int(rows[name, ""]["bytes"]) for name in ("scales_compressed", "scales_dense"))
+    assert dense == 3 * 16 * (128 * 8 + 128 * 4) and dense / 2 < compressed < dense
+    assert int(rows["fused", "40"]["bytes"]) == compressed > int(rows["fused", "1"]["bytes"]) > 0
+
+
+def test_decoding_benchmark_runs_small(run_benchmark, tmp_path):
+    run_benchmark("csf_decode", *ARGUMENTS)
+    rows = read_rows(tmp_path / "out.csv")
+    variants = {}
+    for row in rows:
+        variants.setdefault(row["case"], set()).add(row["variant"])
+        assert 0 <= float(row["us_p20"]) <= float(row["us_p50"]) <= float(row["us_p80"])
+    decoded = {"full", "rate_0", "rate_5", "offset_1"}
+    active = {f"active_{n}{known}" for n in (0, 1, 6) for known in ("", "_known")}
+    assert variants == {
+        "qwen_gate": decoded | active | {f"offset_{n}" for n in (2, 4, 7, 15)},
+        "qwen_down": decoded | active,
+        "glm_gate": decoded,
+        "glm_down": decoded,
+        "qwen_layer": {"compress", "compress_wall", "prepare_wall"},
+        "tiny": {"eager_call"},
+    }
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_gemm_benchmark_runs_small(run_benchmark, tmp_path, name):
     run_benchmark(name, *ARGUMENTS)
-    with (tmp_path / "out.csv").open(newline="") as file:
-        assert file.readline().strip() == COLUMNS
-        rows = list(csv.DictReader(file, COLUMNS.split(",")))
+    rows = read_rows(tmp_path / "out.csv")
     assert {(row["case"], row["variant"], row["tokens"], row["condition"]) for row in rows} == EXPECTED[name]
     assert len(rows) == len(EXPECTED[name])
     for row in rows:
