@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import harness
@@ -114,12 +115,12 @@ def bench_sparse(bundle, results: harness.Results, cases: dict[str, tuple], acti
                     )  # fmt: skip
 
 
-def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions: list[torch.Tensor]):
+def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions: Sequence[torch.Tensor]):
     """What `compress` launches for `planes`, without the host's part, into memory of its own."""
     encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     fixed = torch.empty_like(fixed)
     row_ends = planes.new_empty(planes.shape[:2], dtype=torch.int32)
-    plane_counts = planes.new_empty(len(planes), dtype=torch.int32)
+    plane_counts = planes.new_empty(len(planes), dtype=torch.int64)
     words = planes.new_empty(sum(map(len, exceptions)), dtype=torch.int32)
 
     def call() -> None:

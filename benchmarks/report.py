@@ -116,11 +116,11 @@ def encoding() -> str:
     decode, encode = cpu.one(variant="full"), cpu.one(variant="compress")
     return paragraph(
         f"""Compressing {sum(map(dense_bytes, LAYER)) / 1e6:.0f} MB of scales, {len(LAYER)} stacks, takes the GPU
-        {compress:.0f} us; by the clock the calls take {wall:.0f} us, as each waits for the count of exceptions and
-        makes a tensor for each of {STACKS["qwen_gate"][0]} planes. Preparing them takes {prepare:.0f} us by the clock.
-        An eager call of `decompress_nvfp4_csf_scales` costs the CPU {gpu.one(variant="eager_call").us:.0f} us. On
-        {decode.device} the first stack decodes in {decode.us / 1e3:.1f} ms, {1 / decode.over_baseline:.1f} times as
-        fast as the formula written in torch, and compresses in {encode.us / 1e3:.0f} ms."""
+        {compress:.0f} us; by the clock the calls take {wall:.0f} us, as each waits for the count of exceptions.
+        Preparing them takes {prepare:.0f} us by the clock. An eager call of `decompress_nvfp4_csf_scales` costs the
+        CPU {gpu.one(variant="eager_call").us:.0f} us. On {decode.device} the first stack decodes in
+        {decode.us / 1e3:.1f} ms, {1 / decode.over_baseline:.1f} times as fast as the formula written in torch, and
+        compresses in {encode.us / 1e3:.0f} ms."""
     )
 
 

@@ -74,15 +74,16 @@ def decode_case(bundle: ModuleType, geometry: tuple[int, int, int], starts: list
 def encode_case(bundle: ModuleType, shape: tuple[int, int, int], scattered: bool) -> None:
     """Rows of one cluster with exceptions; or scattered bytes, for which all 241 bases have to be tried: slow."""
     encode_triton = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
+    exception_list = importlib.import_module(f"{bundle.__name__}.csf.wire").ExceptionList
     rng = np.random.default_rng(sum(shape))
     planes = rng.integers(0, 256, shape) if scattered else rng.integers(100, 112, shape)
     planes = planes.astype(np.uint8)
     planes[:, ::4, -2] = 0x00  # where they do not move the first columns' mean, which would cost a search as well
     planes[:, 1::4, -1] = 0x7F
     given = torch.from_numpy(planes)
-    fixed, words, counts = encode_triton.encode_gpu(given)
+    fixed, words, ends = encode_triton.encode_gpu(given)
     oracle_fixed, oracle_words = zip(*(oracle_encode(values) for values in planes), strict=True)
-    for plane, own in enumerate(words.split(counts)):
+    for plane, own in enumerate(exception_list(words.view(torch.uint32), ends)):
         assert_same(fixed[plane].view(-1), oracle_fixed[plane], f"fixed[{plane}]")
         assert_same(own, oracle_words[plane], f"exceptions[{plane}]")
 

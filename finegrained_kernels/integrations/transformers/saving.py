@@ -118,7 +118,7 @@ def _scales(
 
 
 def _cut_wire(
-    fixed: torch.Tensor, exceptions: list[torch.Tensor], rows: int, cols: int, first_row: int
+    fixed: torch.Tensor, exceptions: Sequence[torch.Tensor], rows: int, cols: int, first_row: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Some rows of every plane, in wire form: their slabs, and the exceptions in them, counted from the first."""
     fixed = fixed[:, fixed_bytes(first_row, cols) : fixed_bytes(first_row + rows, cols)]

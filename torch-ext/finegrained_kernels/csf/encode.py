@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..formats import NVFP4_CSF
+from .wire import ExceptionList
 
 _CHUNK_BYTES = 1 << 18
 """Bytes encoded at a time by torch, so that every pass after the first finds them, and their counters, in cache."""
@@ -23,7 +24,7 @@ _MEAN_OFFSET = 18
 """The first candidate starts this far below the mean: a narrow row's lowest best base is 15 below its top."""
 
 
-def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | list[torch.Tensor]]:
+def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | ExceptionList]:
     """Compress scale planes, losslessly and deterministically, on the planes' device.
 
     Args:
@@ -31,7 +32,8 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
 
     Returns:
         For `[N, C]`: `fixed` uint8 `[bytes]` and `exceptions` uint32 `[X]`. For `[E, N, C]`: `fixed` uint8
-        `[E, bytes]` and a list of `E` uint32 exception tensors, views of one storage.
+        `[E, bytes]` and a sequence of `E` uint32 exception tensors, views of one storage that are made when they are
+        asked for; `list(exceptions)` makes them all.
 
     Raises:
         ValueError: dtype, rank or geometry.
@@ -50,14 +52,13 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
         from .encode_triton import encode_gpu as encode
     else:
         encode = encode_torch
-    fixed, words, counts = encode(planes)
-    # Unsafe only where gradients are: it makes 512 views in 2/3 of the time of split, while the GPU still writes them.
-    exceptions = torch.unsafe_split_with_sizes(words.view(torch.uint32), counts)
-    return (fixed[0], exceptions[0]) if scales.dim() == 2 else (fixed, list(exceptions))
+    fixed, words, ends = encode(planes)
+    words = words.view(torch.uint32)
+    return (fixed[0], words) if scales.dim() == 2 else (fixed, ExceptionList(words, ends))
 
 
-def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, exception words int32 `[X]`, exceptions a plane."""
+def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, words int32 `[X]` and, on the CPU, each plane's end int64 `[E]`."""
     num_planes, num_rows, num_cols = planes.shape
     slab_rows, slab_bytes = NVFP4_CSF.rows_per_slab, NVFP4_CSF.slab_bytes(num_cols)
     slabs = planes.view(-1, slab_rows, num_cols)
@@ -84,9 +85,9 @@ def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list
         values.append(rows.view(-1)[found])
     position, value = torch.cat(positions), torch.cat(values)
     plane_bytes = num_rows * num_cols
-    counts = torch.bincount(position // plane_bytes, minlength=num_planes).tolist()
+    ends = torch.bincount(position // plane_bytes, minlength=num_planes).cumsum(0)
     words = (value.to(torch.int64) << NVFP4_CSF.position_bits | position % plane_bytes).to(torch.int32)
-    return fixed.view(num_planes, -1), words, counts
+    return fixed.view(num_planes, -1), words, ends
 
 
 def _choose_bases(rows: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,14 @@ Where bytes are compared or subtracted four at a time in a word, nothing ever ca
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from ..formats import NVFP4_CSF
-from ..launching import bind
+from ..launching import BoundKernel, bind
 
 EACH = tl.constexpr(0x01010101)
 """Multiplier that puts one value into each of four bytes."""
@@ -259,33 +261,53 @@ def collect_config(num_cols: int) -> dict[str, int]:
     return {"BLOCK_R": 32, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 1}
 
 
-def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, exception words int32 `[X]`, exceptions a plane."""
+@functools.lru_cache(maxsize=None)
+def encode_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int) -> tuple[tuple[int], BoundKernel]:
+    """Grid and kernel of one kind of launch. `overrides` replace entries of `encode_config`, for tuning."""
+    config = {**encode_config(num_cols), **overrides}
+    kernel = bind(encode_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
+    return (triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
+
+
+@functools.lru_cache(maxsize=None)
+def collect_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int) -> tuple[tuple[int], BoundKernel]:
+    """Grid and kernel of one kind of launch. `overrides` replace entries of `collect_config`, for tuning."""
+    config = {**collect_config(num_cols), **overrides}
+    kernel = bind(
+        collect_kernel,
+        NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
+        POSITION_BITS=NVFP4_CSF.position_bits,
+        **config,
+    )  # fmt: skip
+    return (triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
+
+
+def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, words int32 `[X]` and, on the CPU, each plane's end int64 `[E]`."""
     num_planes, num_rows, num_cols = planes.shape
     if planes.data_ptr() % 4:
         planes = planes.clone()
     fixed = planes.new_empty(num_planes, NVFP4_CSF.fixed_bytes(num_rows, num_cols))
     row_ends = planes.new_empty(num_planes, num_rows, dtype=torch.int32)
     launch_encode(planes, fixed, row_ends)
-    plane_counts = planes.new_empty(num_planes, dtype=torch.int32)
+    plane_counts = planes.new_empty(num_planes, dtype=torch.int64)
     launch_scan(row_ends, plane_counts)
     plane_ends = plane_counts.cumsum(0)
-    counts = plane_counts.tolist()
-    words = planes.new_empty(sum(counts), dtype=torch.int32)
+    ends = plane_ends.cpu()  # the GPU idles from here to the next launch
+    words = planes.new_empty(int(ends[-1]), dtype=torch.int32)
     launch_collect(planes, fixed, row_ends, plane_ends, words)
-    return fixed, words, counts
+    return fixed, words, ends
 
 
 def launch_encode(planes: torch.Tensor, fixed: torch.Tensor, row_counts: torch.Tensor, **overrides: int) -> None:
     """Write `fixed [E, bytes]`, and how many exceptions each row has, `row_counts` int32 `[E, N]`."""
     num_planes, num_rows, num_cols = planes.shape
-    config = {**encode_config(num_cols), **overrides}
-    kernel = bind(encode_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
-    kernel((triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),), planes, fixed, row_counts, num_planes * num_rows)
+    grid, kernel = encode_launch(num_planes, num_rows, num_cols, **overrides)
+    kernel(grid, planes, fixed, row_counts, num_planes * num_rows)
 
 
 def launch_scan(row_counts: torch.Tensor, plane_counts: torch.Tensor) -> None:
-    """Sum `row_counts` along each plane, in place, and put the planes' sums into `plane_counts` int32 `[E]`."""
+    """Sum `row_counts` along each plane, in place, and put the planes' sums into `plane_counts` int64 `[E]`."""
     num_planes, num_rows = row_counts.shape
     kernel = bind(scan_kernel, NUM_ROWS=num_rows, **scan_config(num_rows))
     kernel((num_planes,), row_counts, plane_counts)
@@ -301,12 +323,5 @@ def launch_collect(
 ) -> None:
     """Write the exception `words`; `plane_ends` int64 `[E]` sums the planes' counts."""
     num_planes, num_rows, num_cols = planes.shape
-    config = {**collect_config(num_cols), **overrides}
-    kernel = bind(
-        collect_kernel,
-        NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
-        POSITION_BITS=NVFP4_CSF.position_bits,
-        **config,
-    )  # fmt: skip
-    grid = (triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)
+    grid, kernel = collect_launch(num_planes, num_rows, num_cols, **overrides)
     kernel(grid, planes, fixed, row_ends, plane_ends, words, num_planes * num_rows)

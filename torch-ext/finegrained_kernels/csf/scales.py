@@ -8,6 +8,7 @@ the same bytes; the offsets are less than 1 % more.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from torch.utils import _pytree
 
 from .._ops import add_op_namespace_prefix
 from ..formats import NVFP4_CSF
+from .wire import ExceptionList
 
 TILE_BYTES = 1024
 """Decoded bytes between two entries of `exception_offsets`."""
@@ -86,17 +88,18 @@ class NVFP4CSFScales:
         device = torch.device(device)
         return NVFP4CSFScales(*(getattr(self, name).to(device, non_blocking=non_blocking) for name in _FIELDS))
 
-    def to_wire(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def to_wire(self) -> tuple[torch.Tensor, ExceptionList]:
         """The wire form these scales were prepared from, byte for byte.
 
         Returns:
-            `fixed` uint8 `[E, bytes]` and `E` uint32 exception tensors, copies on the scales' device.
+            `fixed` uint8 `[E, bytes]` and a sequence of `E` uint32 exception tensors, copies on the scales' device.
         """
         num_planes, num_rows, num_cols = self.shape
         slabs = (num_planes, num_rows // NVFP4_CSF.rows_per_slab)
         fixed = torch.cat([self.bases.reshape(*slabs, -1), self.codes.reshape(*slabs, -1)], dim=2)
-        counts = self.exception_offsets[:: tiles_per_plane(self.plane_bytes)].diff().tolist()
-        return fixed.view(num_planes, -1), list(self.exceptions.clone().view(torch.uint32).split(counts))
+        tiles = tiles_per_plane(self.plane_bytes)
+        ends = self.exception_offsets[tiles::tiles].to("cpu", torch.int64)
+        return fixed.view(num_planes, -1), ExceptionList(self.exceptions.clone().view(torch.uint32), ends)
 
 
 _pytree.register_pytree_node(
@@ -123,7 +126,8 @@ def prepare_nvfp4_csf_scales(
     Args:
         fixed: `E` uint8 tensors of `num_rows / 16 * 16 * (1 + num_cols / 2)` bytes, flat or
             `[num_rows / 16, bytes a slab]`, or all as one `[E, ...]`; a single one for a single plane.
-        exceptions: `E` 1-D uint32 tensors (an int32 view is accepted), or the single tensor of a single plane.
+        exceptions: `E` 1-D uint32 tensors (an int32 view is accepted), in a list or as `compress` returns them, which
+            spares the CPU a look at each; or the single tensor of a single plane.
         num_rows: rows `N` of each plane, a multiple of 16.
         num_cols: columns `C` of each plane, even; `N * C` at most 2^24.
 
@@ -146,21 +150,21 @@ def prepare_nvfp4_csf_scales(
     stream, words, counts = _gather_wire(
         fixed, exceptions, (num_rows // NVFP4_CSF.rows_per_slab, NVFP4_CSF.slab_bytes(num_cols))
     )
-    num_planes, slab_rows = len(counts), NVFP4_CSF.rows_per_slab
-    slabs = stream.view(num_planes, num_rows // slab_rows, NVFP4_CSF.slab_bytes(num_cols))
-    # Copied even where a view would do: kernels count on aligned memory that nobody else writes.
-    bases = stream.new_empty(num_planes, num_rows)
-    bases.view(num_planes, -1, slab_rows).copy_(slabs[:, :, :slab_rows])
-    codes = stream.new_empty(num_planes, num_rows, num_cols // 2)
-    codes.view(num_planes, slabs.shape[1], -1).copy_(slabs[:, :, slab_rows:])
+    num_planes, plane_bytes, device = len(counts), num_rows * num_cols, stream.device
+    counts_cpu = torch.tensor(counts, device="cpu")  # lives until the verdict, as the copy may be read late
+    counts_device = counts_cpu.to(device, non_blocking=True)
+    if stream.data_ptr() % 8 or stream.storage_offset() % 8 or not stream.is_contiguous():
+        stream = stream.clone(memory_format=torch.contiguous_format)
+    # Copied even where a view would do: kernels count on aligned memory that nobody else writes. And eight bytes at a
+    # time, of which two are a slab's bases.
+    slabs = stream.view(torch.int64).view(num_planes, num_rows // NVFP4_CSF.rows_per_slab, -1)
+    bases, codes = (part.clone(memory_format=torch.contiguous_format) for part in (slabs[..., :2], slabs[..., 2:]))
+    bases = bases.view(torch.uint8).view(num_planes, num_rows)
+    codes = codes.view(torch.uint8).view(num_planes, num_rows, -1)
 
-    plane_bytes = num_rows * num_cols
-    device = stream.device
-    planes = torch.arange(num_planes, device=device)
-    counts_device = torch.tensor(counts, device=device)
     positions = words & NVFP4_CSF.position_mask
     # Positions made unique across planes: sorted without repeats exactly if every plane's own positions are.
-    keys = positions + torch.repeat_interleave(planes, counts_device, output_size=words.numel()) * plane_bytes
+    keys = torch.repeat_interleave(counts_device, output_size=len(words)).mul_(plane_bytes).add_(positions)
     faults = torch.stack(
         [
             (bases > NVFP4_CSF.max_base).any(),
@@ -171,9 +175,10 @@ def prepare_nvfp4_csf_scales(
     if faults.any():
         raise ValueError(_describe_fault(bases, positions, counts, plane_bytes))
 
+    planes = torch.arange(num_planes, device=device)
     starts = torch.arange(0, plane_bytes, TILE_BYTES, device=device) + planes[:, None] * plane_bytes
-    offsets = torch.searchsorted(keys, torch.cat([starts.flatten(), starts.new_full((1,), num_planes * plane_bytes)]))
-    return NVFP4CSFScales(bases, codes, words, offsets.to(torch.int32))
+    starts = torch.cat([starts.flatten(), starts.new_full((1,), num_planes * plane_bytes)])
+    return NVFP4CSFScales(bases, codes, words, torch.searchsorted(keys, starts, out_int32=True))
 
 
 def _gather_wire(
@@ -181,14 +186,14 @@ def _gather_wire(
     exceptions: torch.Tensor | Sequence[torch.Tensor],
     slabs: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Check types, shapes and devices; return `stream [E, bytes]`, `words int32 [X]` and the exceptions a plane.
+    """Check types, shapes and devices; return `stream [E, bytes]`, new words int32 `[X]` and the exceptions a plane.
 
     `slabs` is the shape of one plane's stream, `[slabs, bytes a slab]`, which may also come flat.
     """
     if isinstance(exceptions, torch.Tensor):
         fixed, exceptions = [fixed], [exceptions]  # type: ignore[list-item]  # whatever it is, it is checked below
     for name, tensors in (("fixed", fixed), ("exceptions", exceptions)):
-        if not isinstance(tensors, (torch.Tensor, list, tuple)) or not getattr(tensors, "ndim", 1):
+        if not isinstance(tensors, (torch.Tensor, ExceptionList, list, tuple)) or not getattr(tensors, "ndim", 1):
             raise ValueError(f"{name} must be a list of one tensor a plane, got {type(tensors).__name__}")
     if not exceptions or len(fixed) != len(exceptions):
         raise ValueError(f"need one fixed and one exceptions tensor a plane, got {len(fixed)} and {len(exceptions)}")
@@ -200,28 +205,24 @@ def _gather_wire(
     else:
         device = getattr(fixed[0], "device", None)  # type: ignore[assignment]  # what is no tensor is refused below
         _check_tensors("fixed", fixed, _BYTES, [flat, slabs], device)
-        stream = torch.stack([plane.reshape(-1) for plane in fixed])
-    _check_tensors("exceptions", exceptions, _WORDS, None, device)
-    counts = list(map(torch.Tensor.numel, exceptions))
+        if len({plane.ndim for plane in fixed}) > 1:
+            fixed = [plane.reshape(-1) for plane in fixed]
+        stream = torch.stack(tuple(fixed)).view(len(fixed), -1)
+    if isinstance(exceptions, ExceptionList):
+        counts, exceptions = exceptions.counts, [exceptions.words]
+        _check_tensors("exceptions", exceptions, _WORDS, None, device)
+        if min(counts) < 0 or sum(counts) != len(exceptions[0]):
+            raise ValueError(f"exceptions: {len(exceptions[0])} words cannot be cut into planes of {counts}")
+    else:
+        _check_tensors("exceptions", exceptions, _WORDS, None, device)
+        counts = list(map(torch.Tensor.numel, exceptions))
     if sum(counts) > MAX_EXCEPTIONS:
         raise ValueError(f"exceptions: a stack holds at most {MAX_EXCEPTIONS}, got {sum(counts)}: split it")
-    return stream, _join_words(exceptions, counts), counts
+    if len(set(map(operator.attrgetter("dtype"), exceptions))) > 1:
+        exceptions = [words.view(torch.int32) for words in exceptions]
+    return stream, torch.cat(tuple(exceptions)).view(torch.int32), counts
 
 
-def _join_words(exceptions: Sequence[torch.Tensor], counts: list[int]) -> torch.Tensor:
-    """All words in a new int32 tensor. Those of `compress` follow each other in one storage and are copied at once."""
-    some = [words for words, count in zip(exceptions, counts) if count]
-    if some and all(map(torch.Tensor.is_contiguous, some)):
-        addresses = list(map(torch.Tensor.data_ptr, some))
-        ends = [address + 4 * count for address, count in zip(addresses, filter(None, counts))]
-        storage = some[0].untyped_storage()
-        # Neighbours in memory that are not one storage end past it.
-        if addresses[1:] == ends[:-1] and ends[-1] <= storage.data_ptr() + storage.nbytes():
-            return some[0].as_strided((sum(counts),), (1,)).view(torch.int32).clone()
-    return torch.cat([words.view(torch.int32) for words in exceptions])
-
-
-_KIND = operator.attrgetter("dtype", "ndim", "device")
 _BYTES = (torch.uint8,)
 _WORDS = (torch.uint32, torch.int32)
 
@@ -234,9 +235,10 @@ def _check_tensors(
     device: torch.device | None,
 ) -> None:
     """Raise `ValueError` for the first that is not a tensor as asked for, naming it; `shapes` None: any 1-D."""
-    if shapes is None and set(map(type, tensors)) == {torch.Tensor}:  # the usual hundreds of them, at once
-        kinds = set(map(_KIND, tensors))
-        if kinds <= {(dtype, 1, device) for dtype in dtypes}:
+    if set(map(type, tensors)) == {torch.Tensor}:  # the usual hundreds of them, at once
+        extent, extents = ("ndim", [1]) if shapes is None else ("shape", shapes)
+        kinds = set(map(operator.attrgetter("dtype", extent, "device"), tensors))
+        if kinds <= set(itertools.product(dtypes, extents, [device])):
             return
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
