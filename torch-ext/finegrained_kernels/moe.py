@@ -213,6 +213,7 @@ def moe_forward(
             experts, expand=expand, expert_start=expert_start, max_active=max_active
         )
     matmul: Callable[..., torch.Tensor]
+    routing: dict[str, torch.Tensor | None]
     if batched:
         # A row a choice, in the order of the output: the GEMMs need no index but the experts'.
         rows = hidden_states.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, experts.hidden_size)
@@ -292,5 +293,6 @@ def _staged_scales(
                 )
             )
         else:
+            assert workspace is not None  # `moe_forward` refuses `scales_expanded` without a scratch
             dense.append(workspace.view(torch.float8_e4m3fn).view(scales.shape))
     return dense

@@ -63,7 +63,7 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
 
     def drop_layers(self, modules: Collection[str]) -> None:
         """Name these layers no more: the model leaves them out, so what `save_pretrained` writes lacks them."""
-        if named := (self.checkpoint or {}).get("quantized_layers"):
+        if self.checkpoint is not None and (named := self.checkpoint.get("quantized_layers")):
             self.checkpoint["quantized_layers"] = {name: named[name] for name in named if layer_of(name) not in modules}
 
     def get_loading_attributes(self) -> dict[str, Any]:
