@@ -50,7 +50,9 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
         self.checkpoint: dict[str, Any] | None = None
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs):
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> NVFP4CSFConfig | tuple[NVFP4CSFConfig, dict[str, Any]]:
         """The config of a checkpoint whose config.json has ``config_dict`` as `quantization_config`."""
         config = cls(**{name: kwargs.pop(name) for name in _LOADING if name in kwargs})
         config.checkpoint = copy.deepcopy(dict(config_dict))

@@ -72,7 +72,10 @@ def load_experts(
             module.register_buffer(f"{name}_input_global", multipliers.to(device), persistent=False)
 
 
-def _read_scales(module: NVFP4ExpertsModule, reader: TensorReader, stack: list[list[Plane]], strategy: str, cut: dict):
+def _read_scales(
+    module: NVFP4ExpertsModule, reader: TensorReader, stack: list[list[Plane]], strategy: str, cut: dict[str, Any]
+) -> Any:
+    """`NVFP4CSFScales`, or dense bytes uint8 `[E, N, C]`, as the strategy wants them."""
     keep_dense = strategy in ("auto", "dense") and not any(plane.compressed for planes in stack for plane in planes)
     if keep_dense:
         return read_dense_stack(reader, stack, **cut)
