@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device import cdiv, next_power_of_2
 from ..formats import NVFP4_CSF
 from ..launching import bind
 
@@ -237,9 +238,9 @@ def collect_kernel(
 
 def _block_words(num_cols: int, limit: int) -> int:
     """Words of a row to work on at a time: a power of two that wastes little of a row."""
-    num_words = triton.cdiv(num_cols, 4)
+    num_words = cdiv(num_cols, 4)
     exact = num_words & -num_words
-    return min(limit, exact if exact > 1 else triton.next_power_of_2(num_words))
+    return min(limit, exact if exact > 1 else next_power_of_2(num_words))
 
 
 def encode_config(num_cols: int) -> dict[str, int]:
@@ -251,7 +252,7 @@ def encode_config(num_cols: int) -> dict[str, int]:
 
 def scan_config(num_rows: int) -> dict[str, int]:
     """Constants of `scan_kernel`."""
-    return {"BLOCK": min(1024, triton.next_power_of_2(num_rows)), "num_warps": 4}
+    return {"BLOCK": min(1024, next_power_of_2(num_rows)), "num_warps": 4}
 
 
 def collect_config(num_cols: int) -> dict[str, int]:
@@ -281,7 +282,7 @@ def launch_encode(planes: torch.Tensor, fixed: torch.Tensor, row_counts: torch.T
     num_planes, num_rows, num_cols = planes.shape
     config = {**encode_config(num_cols), **overrides}
     kernel = bind(encode_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
-    kernel((triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),), planes, fixed, row_counts, num_planes * num_rows)
+    kernel((cdiv(num_planes * num_rows, config["BLOCK_R"]),), planes, fixed, row_counts, num_planes * num_rows)
 
 
 def launch_scan(row_counts: torch.Tensor, plane_counts: torch.Tensor) -> None:
@@ -308,5 +309,5 @@ def launch_collect(
         POSITION_BITS=NVFP4_CSF.position_bits,
         **config,
     )  # fmt: skip
-    grid = (triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),)
+    grid = (cdiv(num_planes * num_rows, config["BLOCK_R"]),)
     kernel(grid, planes, fixed, row_ends, plane_ends, words, num_planes * num_rows)
