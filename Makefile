@@ -31,7 +31,7 @@ test: bundle
 check: $(CHECKED) docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy -p finegrained_kernels
+	$(VENV)/bin/mypy --disallow-untyped-defs -p finegrained_kernels
 	cd torch-ext && $(abspath $(VENV))/bin/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache/bundle -p finegrained_kernels
 	$(VENV)/bin/vulture
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -15,6 +16,14 @@ STACKS = {
     "glm_down": (288, 4096, 128),
 }
 """Planes, rows and columns of the stacks in csf_decode.csv."""
+
+GEMMS = {
+    "qwen_gate_up": (512, 1280, 2560),
+    "qwen_down": (512, 2560, 640),
+    "glm_gate_up": (288, 4096, 4096),
+    "glm_down": (288, 4096, 2048),
+}
+"""Experts, rows and K of the weights in fused.csv and nvfp4_gemm.csv: gate and up are one GEMM."""
 
 LAYER = ("qwen_gate", "qwen_gate", "qwen_down")
 """The stacks of one layer's gate, up and down projections: case `qwen_layer` in csf_decode.csv."""
@@ -38,6 +47,9 @@ class Row:
     roof_us: float | None
     baseline: str
     baseline_us: float | None
+    scale_bytes: int = 0
+    """Resident for scales: in model.csv alone, as the next."""
+    allocated_bytes: int = 0
 
     @property
     def us(self) -> float:
@@ -92,8 +104,35 @@ def _row(record: dict[str, str]) -> Row:
         **{name: record[name] for name in ("torch", "triton", "case", "variant", "condition", "baseline")},
         **{name: number(name) for name in ("us_p20", "us_p50", "us_p80", "roof_us", "baseline_us")},
         tokens=int(record["tokens"]) if record["tokens"] else None,
-        bytes=int(record["bytes"] or 0),
+        **{name: int(record.get(name) or 0) for name in ("bytes", "scale_bytes", "allocated_bytes")},
     )
+
+
+def layers_of(fused: Table) -> dict[str, list[int]]:
+    """Models whose two GEMMs fused.csv has, and the numbers of tokens that it has of both."""
+    tokens = {case: set(fused.values("tokens", case=case, variant="fused")) for case in GEMMS}
+    models = dict.fromkeys(case.split("_")[0] for case in GEMMS)
+    both = {model: sorted(tokens[f"{model}_gate_up"] & tokens[f"{model}_down"]) for model in models}
+    return {model: counts for model, counts in both.items() if counts}
+
+
+def layer_us(fused: Table, model: str, variant: str, tokens: int, condition: str) -> float:
+    """Time of a layer's two GEMMs, one after the other."""
+    cases = (f"{model}_gate_up", f"{model}_down")
+    return sum(fused.one(case=case, variant=variant, tokens=tokens, condition=condition).us for case in cases)
+
+
+def layer_cases(moe_layer: Table) -> list[tuple[str, str]]:
+    """(model, format of activations) of the layers in moe_layer.csv."""
+    found = (re.fullmatch(r"([a-z]+)_layer_(w\da\d+)", case) for case in moe_layer.values("case"))
+    return [(match[1], match[2]) for match in found if match]
+
+
+def stack_cases(moe_layer: Table) -> list[tuple[str, int, str]]:
+    """(model, layers, format of activations) of the stacks of layers with attention in moe_layer.csv."""
+    pattern = r"([a-z]+)_(?:prefill|decode)_(\d+)_(w\da\d+)"
+    found = (re.fullmatch(pattern, case) for case in moe_layer.values("case"))
+    return list(dict.fromkeys((match[1], int(match[2]), match[3]) for match in found if match))
 
 
 def dense_bytes(case: str) -> int:

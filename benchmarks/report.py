@@ -13,19 +13,27 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from measured import LAYER, STACKS, Table, dense_bytes, has, num_exceptions, resident_bytes, stored_bytes
+from measured import (
+    GEMMS,
+    LAYER,
+    STACKS,
+    Table,
+    dense_bytes,
+    has,
+    layer_cases,
+    layer_us,
+    layers_of,
+    num_exceptions,
+    resident_bytes,
+    stack_cases,
+    stored_bytes,
+)
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN = "<!-- benchmarks/report.py writes from here, out of benchmarks/results -->\n"
 END = "<!-- to here -->\n"
 
 STACK_HEADER = "whole stack decoded | exceptions | warm, us | of the roof | cold, us | of the roof"
-GEMM_NAMES = {
-    "qwen_gate_up": "512 experts, 1280 x 2560",
-    "qwen_down": "512 experts, 2560 x 640",
-    "glm_gate_up": "288 experts, 4096 x 4096",
-    "glm_down": "288 experts, 4096 x 2048",
-}
 
 
 def markdown_table(header: str, rows: list[list[str]]) -> str:
@@ -35,7 +43,8 @@ def markdown_table(header: str, rows: list[list[str]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False) + "\n"
+    kept = " ".join(text.split()).replace(" %", "\0%")  # no line begins with the sign
+    return textwrap.fill(kept, 120, break_long_words=False, break_on_hyphens=False).replace("\0", " ") + "\n"
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -56,8 +65,11 @@ def version(text: str) -> str:
 
 
 def machine(table: Table) -> str:
-    (device,), (torch,), (triton,) = (table.values(name) for name in ("device", "torch", "triton"))
-    return f"{device}, torch {version(torch)}, triton {version(triton)}"
+    """What all rows were measured on and with; an error if they differ, as their numbers would stand side by side."""
+    found = {f"{row.device}, torch {version(row.torch)}, triton {version(row.triton)}" for row in table}
+    if len(found) != 1:
+        raise ValueError(f"{table.name}.csv: expected rows of one device and one torch, got {sorted(found)}")
+    return found.pop()
 
 
 def sizes() -> str:
@@ -134,32 +146,62 @@ def checkpoints() -> str:
     )
 
 
+def gemm_name(case: str) -> str:
+    """`case` of nvfp4_gemm.csv: rows by K, of all experts or of one weight."""
+    if case not in GEMMS:
+        return "one, " + " x ".join(case.split("_")[1:] * 2)
+    experts, rows, depth = GEMMS[case]
+    return f"{experts} experts, {rows} x {depth}"
+
+
 def gemms() -> str:
+    """Few tokens beside the roof of memory, many beside torch's GEMMs of bf16 weights."""
     table = Table("nvfp4_gemm")
-    rows = []
-    for row in table.select(condition="cold"):
-        baseline = f"{1 / row.over_baseline:.2f} x {row.baseline}" if row.baseline_us else ""
-        cells = [GEMM_NAMES.get(row.case, row.case), f"{row.tokens:,}", row.variant, f"{row.us:.1f}"]
-        rows.append([*cells, percent(row.of_roof), baseline])
-    header = "weights | tokens | GEMM | cold, us | of the roof | speed"
-    return paragraph(f"GEMMs on dense scales ({machine(table)}):") + "\n" + markdown_table(header, rows)
+    few: dict[str, dict[int, str]] = {}
+    many = []
+    for row in table.select(condition="cold", variant="w4a16"):
+        calls = {r.variant: r for r in table.select(condition="cold", case=row.case, tokens=row.tokens)}
+        name, others = gemm_name(row.case), calls.get("torch_grouped_mm") or calls.get("torch_bf16")
+        if others is None:
+            best = calls.get("w4a16_batched", row) if row.tokens == 1 else row  # as `moe_forward` chooses
+            few.setdefault(name, {})[row.tokens] = f"{best.us:.1f} ({percent(best.of_roof)})"
+            continue
+        ours = (calls.get(variant) for variant in ("w4a16", "w4a4"))
+        cells = (f"{call.us:,.1f} ({others.us / call.us:.2f} x)" if call else "" for call in ours)
+        many.append([name, f"{row.tokens:,}", f"{others.us:,.1f}", *cells])
+    text = f"""GEMMs on dense scales, cold ({machine(table)}). Few tokens, top 8, bf16 activations: us, and in
+        parentheses the speed, of the roof, a read-only sweep of weights and scales."""
+    counts = sorted({tokens for cells in few.values() for tokens in cells})
+    header = " | ".join(["weights", *(f"{tokens} token{'s' * (tokens > 1)}" for tokens in counts)])
+    rows = [[name, *(cells.get(tokens, "") for tokens in counts)] for name, cells in few.items()]
+    parts = [paragraph(text), markdown_table(header, rows)] if rows else []
+    if many:
+        text = """Many tokens, and a single weight (`matmul_2d`), beside torch's bf16 GEMMs, and how many times as fast
+            as these. Torch's grouped GEMM gets its rows gathered, and leaves the gate to others."""
+        header = "weights | tokens | torch, bf16, us | W4A16, us | W4A4, us"
+        parts += [paragraph(text), markdown_table(header, many)]
+    return "\n".join(parts)
 
 
 def strategies() -> str:
-    """Dense, staged and fused side by side, and what the last two add to the first."""
+    """A layer's GEMMs on dense scales, staged and fused, what the last two add, and what fused saves of staged."""
     table = Table("fused")
     rows = []
-    for case in table.values("case"):
-        for tokens in table.values("tokens", case=case):
+    for model, counts in layers_of(table).items():
+        experts, width, depth = GEMMS[f"{model}_gate_up"]
+        for tokens in counts:
             dense, staged, fused = (
-                table.one(case=case, tokens=tokens, variant=variant, condition="cold").us
-                for variant in ("dense", "staged", "fused")
+                layer_us(table, model, variant, tokens, "cold") for variant in ("dense", "staged", "fused")
             )
-            cells = [GEMM_NAMES.get(case, case), f"{tokens:,}", f"{dense:.1f}"]
-            rows.append([*cells, *(f"{us:.1f} ({change(us / dense)})" for us in (staged, fused))])
-    header = "weights | tokens | dense scales, us | staged, us | fused, us"
-    drawn = image("strategy_latency", "Decode and GEMM with compressed scales, of the GEMM on dense scales")
-    return paragraph(f"Decoding and GEMM, cold ({machine(table)}):") + "\n" + markdown_table(header, rows) + drawn
+            cells = [f"{experts} experts, {depth} x {width // 2}", f"{tokens:,}", f"{dense:,.1f}"]
+            cells += [f"{us:,.1f} ({change(us / dense)})" for us in (staged, fused)]
+            rows.append([*cells, f"{staged - fused:,.1f}"])
+    text = f"""The grouped GEMMs of a layer alone, gate with up and down, and what decoding adds to them, cold
+        ({machine(table)}):"""
+    header = "layer | tokens | dense scales, us | staged, us | fused, us | fused saves of staged, us"
+    drawn = image("strategy_latency", "Decode and GEMM by strategy, warm and cold, beside what staging costs elsewhere")
+    drawn += image("staging_saved", "Time a layer that fused saves of staged, over tokens")
+    return paragraph(text) + "\n" + markdown_table(header, rows) + drawn
 
 
 def moe_layer() -> str:
@@ -174,9 +216,42 @@ def moe_layer() -> str:
         rows.append([f"{tokens:,}", f"{dense:,.0f}", *cells])
     text = f"""A whole MoE layer, cold: 512 experts, hidden size 2560, intermediate size 640, top 8, bf16 activations
         ({machine(table)}). Staged decodes in the call; fused multiplies compressed scales, and needs no scratch."""
-    drawn = image("moe_layer_qwen_w4a16", "Time and memory of a layer by strategy, over tokens")
     header = "tokens | dense scales, us | compressed, staged, us | compressed, fused, us"
-    return paragraph(text) + "\n" + markdown_table(header, rows) + drawn
+    written = paragraph(text) + "\n" + markdown_table(header, rows)
+    for model, kind in layer_cases(table):
+        written += image(f"moe_layer_{model}_{kind}", "Time and memory of a layer by strategy, over tokens")
+    for model, layers, kind in stack_cases(table):
+        cases = [f"{model}_{phase}_{layers}_{kind}" for phase in ("prefill", "decode")]
+        added = []
+        for variant in ("staged", "prefetched", "fused"):
+            ratios = [row.over_baseline for c in cases for row in table.select(case=c, variant=variant)]
+            added.append(f"{variant} {change(min(ratios))} to {change(max(ratios))}")
+        text = f"""In a stack of {layers} such layers with attention before each, warm, prefill and decode, over dense
+            scales: {", ".join(added)}. Prefetched decodes on a side stream, while attention runs."""
+        written += "\n" + paragraph(text)
+        written += image(f"moe_stack_{model}_{kind}", "Time of layers with attention by strategy, over tokens")
+    return written
+
+
+def model() -> str:
+    """Tokens a second of a whole model, and its memory."""
+    table = Table("model")
+    variants = [name for name in ("dense", "staged", "prefetched", "fused") if table.select(variant=name)]
+    rows = []
+    for case in table.values("case"):
+        dense, *others = (table.one(case=case, variant=variant) for variant in variants)
+        phase, number = case.split("_")
+        name = f"prefill, {int(number):,} tokens" if phase == "prefill" else f"decode, batch of {number}"
+        cells = [f"{1e6 * row.tokens / row.us:,.0f} ({change(dense.us / row.us)})" for row in others]
+        rows.append([f"{name}, {dense.condition}", f"{1e6 * dense.tokens / dense.us:,.0f}", *cells])
+    of_each = [table.select(variant=variant)[0] for variant in variants]
+    rows.append(["scales, GB", *(f"{row.scale_bytes / 1e9:.2f}" for row in of_each)])
+    rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
+    layers = round(of_each[0].scale_bytes / sum(map(dense_bytes, LAYER)))
+    text = f"""A whole model in transformers, tokens a second: {layers} layers of 512 experts of the same sizes, top 10,
+        with full attention and random weights ({machine(table)}); eager calls, or a CUDA graph."""
+    drawn = image("model_speed", "Tokens a second of a model by strategy, over its memory")
+    return paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
 
 
 SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
@@ -186,6 +261,7 @@ SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
     (("moe_layer",), moe_layer),
     (("fused",), strategies),
     (("nvfp4_gemm",), gemms),
+    (("model",), model),
     (("csf_decode", "csf_cpu"), encoding),
     (("checkpoints", "checkpoints_h200"), checkpoints),
 ]

@@ -86,6 +86,13 @@ def test_gate_and_up_keep_their_own_globals(bundle):
     assert not torch.equal(run(2e-3, 1e-3), 2 * run(1e-3, 1e-3))
 
 
+def test_one_weight_without_scales(bundle):
+    """`Bs` has a default, as it comes after `As`: left out, it is named too."""
+    weight, _, _ = bundle.nvfp4_quantize_two_level(torch.randn(N, K))
+    with pytest.raises(TypeError, match="Bs: expected a tensor of scale bytes or NVFP4CSFScales, got NoneType"):
+        bundle.matmul_2d(torch.ones(M, K).bfloat16(), weight)
+
+
 def test_nan_scales_stay_nan(bundle):
     """A scale byte 0x7F poisons exactly the outputs of its weight row."""
     weight, scales, b_global = bundle.nvfp4_quantize_two_level(torch.randn(N, K))

@@ -21,6 +21,8 @@ MEASURED_COLUMNS = (
     "device,driver,torch,triton,commit,case,variant,tokens,condition,us_p20,us_p50,us_p80,bytes,roof_us,baseline,"
     "baseline_us"
 )
+MORE_COLUMNS = {"model.csv": ",tokens_per_s,scale_bytes,allocated_bytes"}
+CONDITIONS = {"model.csv": ("eager", "graph")}
 UNITS = r"(us|ms|s|seconds|minutes|MB|GB|GiB|GB/s|TB/s|%|percent|times|x)\b|%"
 
 
@@ -64,9 +66,10 @@ def test_rows_say_where_they_were_measured(path):
     assert rows
     if path.name == "kernel_resources.csv":  # of compilation: nothing ran
         return
-    assert ",".join(header) == MEASURED_COLUMNS
+    assert ",".join(header) == MEASURED_COLUMNS + MORE_COLUMNS.get(path.name, "")
+    conditions = CONDITIONS.get(path.name, ("warm", "cold", ""))
     for row in map(dict, (zip(header, row, strict=True) for row in rows)):
-        assert row["device"] and row["torch"] and row["case"] and row["condition"] in ("warm", "cold", ""), row
+        assert row["device"] and row["torch"] and row["case"] and row["condition"] in conditions, row
         assert re.fullmatch(r"[0-9a-f]{7,40}", row["commit"]), f"{path.name}: measured on an uncommitted tree: {row}"
 
 
@@ -106,34 +109,69 @@ def test_figures_are_what_the_results_give(tmp_path):
         assert path.read_bytes() == (figures.OUT / path.name).read_bytes(), f"{path.name}: run `make figures`"
 
 
-def fabricated(path: Path, rows: list[tuple]) -> None:
+VARIANTS = ("dense", "staged", "prefetched", "fused")
+CASES = tuple(measured.GEMMS)
+
+
+def fabricated(path: Path, rows: list[tuple], conditions: tuple[str, ...] = ("warm", "cold"), more: str = "") -> None:
     """Rows in the columns of every result, for drawing only: they never leave the test."""
-    columns = MEASURED_COLUMNS.split(",")
+    columns = (MEASURED_COLUMNS + more).split(",")
+    kept = path.read_text() if path.exists() else ",".join(columns) + "\n"
+    on = measured.Table("moe_layer")[0]
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
+        file.write(kept)
+        writer = csv.writer(file, lineterminator="\n")
         for case, variant, tokens, us in rows:
-            for condition in ("warm", "cold"):
-                where = ["a GPU", "", "2.11.0", "3.6.0", "0" * 12, case, variant, tokens, condition]
-                writer.writerow([*where, us * 0.9, us, us * 1.1, 600_000_000, 150.0, "dense", 200.0])
+            for condition in conditions:
+                where = [on.device, "", on.torch, on.triton, "0" * 12, case, variant, tokens, condition]
+                sizes = [1.0, 24 * 157_286_400, 40_000_000_000] if more else []
+                writer.writerow([*where, us * 0.9, us, us * 1.1, 600_000_000, 150.0, "dense", 200.0, *sizes])
 
 
 def test_what_is_drawn_once_there_are_results(tmp_path, monkeypatch):
-    """The parts whose files are not there yet work on files of the agreed columns."""
+    """The parts whose files are not there yet work on files of the columns that their benchmarks write."""
     pytest.importorskip("matplotlib", reason="needs matplotlib, which `make test` installs")
     import figures
 
-    cases, counts = ("qwen_gate_up", "glm_down"), (1, 64, 4096)
-    grid = [(case, count) for case in cases for count in counts]
-    fabricated(tmp_path / "fused.csv", [(c, v, n, 100.0 + n) for c, n in grid for v in ("dense", "staged", "fused")])
-    fabricated(tmp_path / "nvfp4_gemm.csv", [(c, v, n, 100.0 + n) for c, n in grid for v in ("w4a16", "w4a4")])
-    fabricated(tmp_path / "model.csv", [("a model", v, n, 9000.0) for n in counts for v in ("dense", "staged")])
-    for name in ("csf_decode", "csf_cpu", "stored_scales", "checkpoints", "checkpoints_h200"):
-        (tmp_path / f"{name}.csv").write_text((measured.RESULTS / f"{name}.csv").read_text())
-    assert {path.stem for path in figures.draw(tmp_path / "out", tmp_path)} == set(figures.FIGURES)
+    for path in RESULTS:
+        (tmp_path / path.name).write_text(path.read_text())
+    for name in ("fused.csv", "nvfp4_gemm.csv", "model.csv"):
+        (tmp_path / name).unlink(missing_ok=True)
+    lines = (tmp_path / "moe_layer.csv").read_text().splitlines(keepends=True)
+    lines = [line for line in lines if ",qwen_layer_w4a16," in line or ",qwen_memory" in line]
+    (tmp_path / "moe_layer.csv").write_text("".join([MEASURED_COLUMNS + "\n", *lines]))
+
+    grid = [(case, tokens) for case in CASES for tokens in (1, 64, 4096)]
+    fused = [(c, v, n, 100.0 + n + 7 * i) for c, n in grid for i, v in enumerate(("dense", "staged", "fused"))]
+    fabricated(tmp_path / "fused.csv", [*fused, ("qwen_down", "fused_batched", 1, 50.0)])
+    gemms = [(c, v, n, 100.0 + n) for c, n in grid for v in ("w4a16", "w4a4")]
+    gemms += [("qwen_down", "torch_grouped_mm", 4096, 8392.0), ("qwen_down", "w4a16_batched", 1, 75.0)]
+    gemms += [("dense_4096", v, 16, us) for v, us in (("torch_bf16", 30.0), ("w4a16", 20.0))]
+    fabricated(tmp_path / "nvfp4_gemm.csv", gemms)
+    stack = [(f"qwen_{p}_4_w4a16", v, n, 220.0) for p in ("prefill", "decode") for n in (8, 64) for v in VARIANTS]
+    stack += [("qwen_decode_4_w4a16", v, n, 210.0) for n in (8, 64) for v in ("prefetched_2", "default")]
+    fabricated(tmp_path / "moe_layer.csv", stack, ("warm",))
+    model = [("prefill_2048", 2048, 40_960.0, "eager"), ("decode_8", 8, 8_000.0, "graph")]
+    for case, tokens, us, condition in model:
+        rows = [(case, variant, tokens, us) for variant in VARIANTS]
+        fabricated(tmp_path / "model.csv", rows, (condition,), MORE_COLUMNS["model.csv"])
+
+    drawn = figures.draw(tmp_path / "out", tmp_path)
+    named = {path.name for path in drawn}
+    assert named == {f"{name}.svg" for name in (*figures.FIGURES, "moe_layer_qwen_w4a16", "moe_stack_qwen_w4a16")}
+    for first, second in zip(drawn, figures.draw(tmp_path / "again", tmp_path), strict=True):
+        assert first.read_bytes() == second.read_bytes(), first.name
 
     monkeypatch.setattr(report, "Table", lambda name: measured.Table(name, tmp_path))
     monkeypatch.setattr(report, "has", lambda name: measured.has(name, tmp_path))
     text = report.measured_part()
-    assert "| 512 experts, 1280 x 2560 | 64 | 164.0 | 164.0 (+0 %) | 164.0 (+0 %) |" in text
-    assert "| 288 experts, 4096 x 2048 | 4,096 | w4a4 | 4196.0 | 4 % | 0.05 x dense |" in text
+    assert "| 512 experts, 2560 x 640 | 64 | 328.0 | 342.0 (+4 %) | 356.0 (+9 %) | -14.0 |" in text
+    assert "| 512 experts, 2560 x 640 | 75.0 (200 %) | 164.0 (91 %) |" in text
+    assert "| 512 experts, 2560 x 640 | 4,096 | 8,392.0 | 4,196.0 (2.00 x) | 4,196.0 (2.00 x) |" in text
+    assert "| one, 4096 x 4096 | 16 | 30.0 | 20.0 (1.50 x) |  |" in text
+    assert "4 such layers with attention before each" in text and "staged +10 % to +10 %" in " ".join(text.split())
+    assert "| decode, batch of 8, graph | 1,000 | 1,000 (+0 %) | 1,000 (+0 %) | 1,000 (+0 %) |" in text
+    assert "24 layers of 512 experts" in text and "| allocated in all, GB | 40.00 |" in text
+    shown = set(re.findall(r"\w+\.svg", text + (ROOT / "docs" / "performance-log.md").read_text()))
+    assert shown == named, "a figure that no document shows"
+    assert not re.search(r"^%|\n%", text)

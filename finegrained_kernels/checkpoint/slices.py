@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finegrained_kernels.checkpoint.config import marked_layers
 from finegrained_kernels.checkpoint.contents import TensorReader
@@ -50,7 +51,7 @@ def load_layer_scales(
     tp_size: int = 1,
     device: torch.device | str = "cpu",
     order: str | None = None,
-):
+) -> Any:
     """Scales of one projection of a layer's experts, ready for kernels.
 
     Args:
@@ -106,7 +107,7 @@ def read_compressed_stack(
     tp_rank: int = 0,
     tp_size: int = 1,
     device: torch.device | str = "cpu",
-):
+) -> Any:
     """`NVFP4CSFScales` of a stack of planes, or of two stacked by rows, one plane an expert; compresses dense ones.
 
     ``by_columns`` says how tensor parallelism cuts each plane. Errors as for `load_layer_scales`.
@@ -237,7 +238,9 @@ def _cut(planes: Sequence[Plane], by_columns: bool, tp_rank: int, tp_size: int) 
     return _Cut(range(rows), part) if by_columns else _Cut(part, range(cols))
 
 
-def _read_wire(bundle, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str) -> Wire:
+def _read_wire(
+    bundle: ModuleType, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str
+) -> Wire:
     """The slices of all planes, in order, whether compressed or not."""
     import torch
 
@@ -296,7 +299,9 @@ def _read_compressed(reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -
     return wire if len(cut.cols) == cols else wire.cut_cols(cut.cols.start, cut.cols.stop)
 
 
-def _compress(bundle, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str) -> Wire:
+def _compress(
+    bundle: ModuleType, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str
+) -> Wire:
     import torch
 
     dense = _read_dense(reader, planes, cut).to(device)

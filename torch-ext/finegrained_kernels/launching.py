@@ -40,8 +40,9 @@ class BoundKernel:
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         device = arguments[0].device
-        specialized = None if self._trailing is None or _is_observed(self.kernel) else specialize(arguments)
-        if specialized is None:
+        trailing = self._trailing
+        specialized = None if trailing is None or _is_observed(self.kernel) else specialize(arguments)
+        if trailing is None or specialized is None:
             with on_device(device):
                 self.kernel[grid](*arguments, **self.constants)
             return
@@ -49,8 +50,8 @@ class BoundKernel:
         if index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 return self(grid, *arguments)
-        key, values = specialized
-        key = (index, *key)
+        kinds, values = specialized
+        key = (index, *kinds)
         compiled = self._compiled.get(key)
         if compiled is None:
             kernel = self.kernel[grid](*arguments, **self.constants)
@@ -60,7 +61,7 @@ class BoundKernel:
         run, function, metadata = compiled
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(index)
-        run(x, y, z, stream, function, metadata, None, None, None, *values, *self._trailing)
+        run(x, y, z, stream, function, metadata, None, None, None, *values, *trailing)
 
 
 @functools.lru_cache(maxsize=None, typed=True)

@@ -13,8 +13,7 @@ Neither the strategy nor dense scales change which GEMMs run or the order of the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Union
+from typing import Any, Union
 
 import torch
 
@@ -181,7 +180,7 @@ def moe_forward(
         top_k_index: int32 or int64 `[M, top_k]`. An id outside `0..E - 1`, as expert parallelism sends, adds nothing.
         top_k_weights: floating point `[M, top_k]`.
         activation_format: None for W4A4, "bf16" for W4A16.
-        swiglu_alpha, swiglu_limit: as in the GEMMs (nvfp4/matmul.py).
+        swiglu_alpha, swiglu_limit: as in `matmul_grouped`.
         strategy: how compressed scales are read, "staged" or "fused"; None: as `choose_strategy` says. Dense scales
             have nothing to choose and ignore it, so that layers of both kinds take the same call.
         scales_expanded: the scratch holds these experts' scales already, from `expand_scales`; a staged call does not
@@ -212,14 +211,15 @@ def moe_forward(
         gate_up_scales, down_scales = _staged_scales(
             experts, expand=expand, expert_start=expert_start, max_active=max_active
         )
-    matmul: Callable[..., torch.Tensor]
+    matmul: Any = matmul_batched if batched else matmul_grouped  # alike but for the routing
+    routing: dict[str, torch.Tensor | None]
     if batched:
         # A row a choice, in the order of the output: the GEMMs need no index but the experts'.
         rows = hidden_states.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, experts.hidden_size)
-        matmul, gather, scatter = matmul_batched, {}, {}
+        gather, scatter = {}, {}
         routing = {"expert_ids": top_k_index.reshape(-1)}
     else:
-        rows, matmul, routing = hidden_states, matmul_grouped, {"expert_start": expert_start}
+        rows, routing = hidden_states, {"expert_start": expert_start}
         gather, scatter = {"gather_idx": gather_idx}, {"scatter_idx": scatter_idx}
     quantize = activation_format is None and experts.down_input_global is not None
     inner = matmul(
@@ -292,5 +292,6 @@ def _staged_scales(
                 )
             )
         else:
+            assert workspace is not None  # `moe_forward` refuses `scales_expanded` without a scratch
             dense.append(workspace.view(torch.float8_e4m3fn).view(scales.shape))
     return dense

@@ -21,6 +21,7 @@ def compute_grouped_scheduling(
     Returns int32 (expert_start [E + 1], gather_idx [S], scatter_idx [S]): sorted row s of expert e, expert_start[e] <=
     s < expert_start[e + 1], is choice scatter_idx[s] % num_top_k of token gather_idx[s] = scatter_idx[s] // num_top_k.
     On a GPU few rows take one launch (scheduling.py), more take torch's sort.
+    Raises TypeError for ids of another dtype, ValueError for a number of them that num_top_k does not divide.
     """
     if expert_ids.dtype not in INDEX_DTYPES:
         raise TypeError(f"expert_ids: expected int32 or int64, got {expert_ids.dtype}")
@@ -68,6 +69,7 @@ def weighted_reduce(
 
     rows: bf16, fp16 or fp32 [M * top_k, N], token-major; top_k_index: int [M, top_k]; top_k_weights: float [M, top_k].
     A choice whose index is outside 0..num_experts-1 adds nothing; its row is never read into the sum.
+    Raises ValueError or TypeError naming the argument.
     """
     if top_k_index.dtype not in INDEX_DTYPES:
         raise TypeError(f"top_k_index: expected int32 or int64, got {top_k_index.dtype}")

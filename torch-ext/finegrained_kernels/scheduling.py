@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import cdiv
 from .launching import bind
 
 MAX_ROWS = 4096
@@ -64,7 +65,7 @@ def schedule_on_gpu(ids: torch.Tensor, num_experts: int, top_k: int) -> tuple[to
     expert_start, gather_idx, scatter_idx = (
         torch.empty(size, dtype=torch.int32, device=ids.device) for size in (num_experts + 1, num_rows, num_rows)
     )
-    grid = triton.cdiv(num_rows, BLOCK_I) + triton.cdiv(num_experts + 1, BLOCK_I)
+    grid = cdiv(num_rows, BLOCK_I) + cdiv(num_experts + 1, BLOCK_I)
     bind(schedule_kernel, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J)(
         (grid,), ids.contiguous(), expert_start, gather_idx, scatter_idx, num_rows, num_experts, top_k
     )

@@ -38,8 +38,9 @@ class ScalePrefetcher:
         """Raises `ValueError` if compressed layers have more than two scratches, or ones that overlap."""
         self.layers = list(layers)
         staged = [layer for layer in self.layers if layer.scratch_size and layer.scratch is not None]
-        _check_scratches([layer.scratch for layer in staged])
-        scratches = {layer.scratch.data_ptr(): _Scratch() for layer in staged}
+        memories = [layer.scratch for layer in staged if layer.scratch is not None]
+        _check_scratches(memories)
+        scratches = {memory.data_ptr(): _Scratch() for memory in memories}
         self._scratch_of = [
             None if layer.scratch is None else scratches.get(layer.scratch.data_ptr()) for layer in self.layers
         ]
@@ -87,7 +88,7 @@ class ScalePrefetcher:
         """
         experts, scratch = self.layers[i_layer], self._scratch_of[i_layer]
         uses = scratch is not None and uses_expanded_scales(experts, len(hidden_states), options.get("strategy"))
-        if not uses and (scratch is None or scratch.layer != i_layer):
+        if scratch is None or not (uses or scratch.layer == i_layer):
             return moe_forward(experts, hidden_states, *routing, **options)
         with self._lock:
             if scratch.layer not in (None, i_layer):
@@ -157,6 +158,7 @@ class _Scratch:
                 f"layer {self.layer} was prefetched {sides[0]} a graph capture and is called {sides[1]} it: "
                 "prefetch and call on the same side"
             )
+        assert self._prefetched is not None  # recorded when `layer` was set
         stream.wait_event(self._prefetched)
 
     def record_use(self, stream: torch.cuda.Stream) -> None:
@@ -167,13 +169,14 @@ class _Scratch:
 
     def follow_last_use(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for the last use; in a capture its order on the one stream is enough."""
-        if self._last_stream not in (None, stream) and not _is_capturing():
+        if self._last_use is not None and self._last_stream != stream and not _is_capturing():
             stream.wait_event(self._last_use)
 
     def discard(self, stream: torch.cuda.Stream | None) -> None:
         if stream is not None and not _is_capturing():
             self._capturing_stream = None
         if self.layer is not None and stream is not None:
+            assert self._prefetched is not None
             if self._prefetch_is_captured == _is_capturing():
                 stream.wait_event(self._prefetched)
                 self.record_use(stream)
@@ -199,4 +202,5 @@ def _check_scratches(memories: list[torch.Tensor]) -> None:
 
 def _side_stream_tensors(layer: NVFP4Experts) -> list[torch.Tensor]:
     compressed = [s for s in (layer.gate_up_scales, layer.down_scales) if isinstance(s, NVFP4CSFScales)]
-    return [layer.scratch, *(tensor for scales in compressed for tensor in scales.state_dict().values())]
+    tensors = [tensor for scales in compressed for tensor in scales.state_dict().values()]
+    return tensors if layer.scratch is None else [layer.scratch, *tensors]

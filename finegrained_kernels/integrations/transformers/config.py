@@ -50,7 +50,9 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
         self.checkpoint: dict[str, Any] | None = None
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs):
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> NVFP4CSFConfig | tuple[NVFP4CSFConfig, dict[str, Any]]:
         """The config of a checkpoint whose config.json has ``config_dict`` as `quantization_config`."""
         config = cls(**{name: kwargs.pop(name) for name in _LOADING if name in kwargs})
         config.checkpoint = copy.deepcopy(dict(config_dict))
@@ -63,7 +65,7 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
 
     def drop_layers(self, modules: Collection[str]) -> None:
         """Name these layers no more: the model leaves them out, so what `save_pretrained` writes lacks them."""
-        if named := (self.checkpoint or {}).get("quantized_layers"):
+        if self.checkpoint is not None and (named := self.checkpoint.get("quantized_layers")):
             self.checkpoint["quantized_layers"] = {name: named[name] for name in named if layer_of(name) not in modules}
 
     def get_loading_attributes(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class _Interface(ExpertsInterface):
     """Every implementation that a model may be set to, by name or by transformers' own choice, runs our kernels."""
 
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
-        strategy = IMPLEMENTATIONS.get(experts_implementation)
+        strategy = IMPLEMENTATIONS.get(experts_implementation or "")
         return default if strategy is None else _FORWARDS[strategy]
 
 
@@ -47,6 +47,7 @@ def run_other_experts(module: torch.nn.Module, *call: torch.Tensor) -> torch.Ten
     return grouped_mm_experts_forward(module, *call)
 
 
+@use_experts_implementation(experts_interface=_Interface())
 class NVFP4ExpertsModule(torch.nn.Module):
     """Experts whose weights are packed NVFP4 and whose scales are compressed, or not.
 
@@ -61,6 +62,10 @@ class NVFP4ExpertsModule(torch.nn.Module):
 
     Scales and globals are buffers, without an entry in the state dict; no cast to another dtype touches them.
     """
+
+    gate_up_proj: torch.nn.Parameter
+    down_proj: torch.nn.Parameter
+    _is_hf_initialized: bool  # transformers leaves such a module's tensors as they are
 
     def __init__(self, config: Any, plan: ExpertsPlan, schedule: Schedule, act_fn: torch.nn.Module) -> None:
         super().__init__()
@@ -165,9 +170,6 @@ class NVFP4ExpertsModule(torch.nn.Module):
     def extra_repr(self) -> str:
         sizes = f"{self.num_experts} experts, {self.hidden_dim} x {self.intermediate_dim}"
         return f"{sizes}, scales={'compressed' if self._compressed() else 'dense'}"
-
-
-NVFP4ExpertsModule = use_experts_implementation(NVFP4ExpertsModule, experts_interface=_Interface())
 
 
 def nvfp4_experts(model: torch.nn.Module) -> list[NVFP4ExpertsModule]:

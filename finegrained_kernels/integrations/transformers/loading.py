@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ def part_of(module: NVFP4ExpertsModule, plan: ExpertsPlan) -> Part:
     if len(split) > 1:
         raise CheckpointError(f"{plan.module}: cut along several mesh dimensions, which is not supported: {placements}")
     (i_mesh, placement) = split[0]
-    mesh = module.gate_up_proj.device_mesh
+    mesh: Any = getattr(module.gate_up_proj, "device_mesh", None)  # of a DTensor: what has placements has one
     rank, size = mesh.get_local_rank(i_mesh), mesh.size(i_mesh)
     if placement.dim == 0:
         count = plan.num_experts // size
@@ -72,7 +72,10 @@ def load_experts(
             module.register_buffer(f"{name}_input_global", multipliers.to(device), persistent=False)
 
 
-def _read_scales(module: NVFP4ExpertsModule, reader: TensorReader, stack: list[list[Plane]], strategy: str, cut: dict):
+def _read_scales(
+    module: NVFP4ExpertsModule, reader: TensorReader, stack: list[list[Plane]], strategy: str, cut: dict[str, Any]
+) -> Any:
+    """`NVFP4CSFScales`, or dense bytes uint8 `[E, N, C]`, as the strategy wants them."""
     keep_dense = strategy in ("auto", "dense") and not any(plane.compressed for planes in stack for plane in planes)
     if keep_dense:
         return read_dense_stack(reader, stack, **cut)
@@ -108,7 +111,7 @@ def _read_stored(
 ) -> torch.Tensor:
     """Single float32 values as they are in the checkpoint, `[E, halves]`, for saving; zero where it has none."""
 
-    def read(name: str) -> bytes:
+    def read(name: str) -> bytes | memoryview:
         return reader.read(name) if name in reader.checkpoint.located else bytes(4)
 
     columns = [b"".join(read(name_of(plane)) for plane in planes) for planes in stack]
@@ -138,7 +141,8 @@ def _input_scales(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored
         raise fault(expert, half, f"is {float(stored[expert, half])}, which is no scale")
     unlike = (stored != stored[:, :1]).nonzero()
     if len(unlike):
+        expert, half = unlike[0].tolist()
         message = "differs from gate's; load with activation_format='bf16' or 'nvfp4_dynamic', which need none"
-        raise fault(*unlike[0].tolist(), message)
+        raise fault(expert, half, message)
     divides = torch.tensor([plane.global_scale_divides for plane in stack[0]])
     return torch.where(divides, 1 / stored[:, 0], stored[:, 0])

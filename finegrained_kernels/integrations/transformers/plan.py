@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.activations import SiLUActivation
@@ -22,6 +22,9 @@ from finegrained_kernels.checkpoint.config import marked_layers
 from finegrained_kernels.checkpoint.errors import raise_faults
 from finegrained_kernels.checkpoint.layouts import CONFIG
 from finegrained_kernels.checkpoint.names import Plane, layer_of, split_expert
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _INPUT_SCALES = {False: ".input_scale", True: ".input_global_scale"}  # by whether globals divide
@@ -84,7 +87,7 @@ def has_input_scales(checkpoint: Checkpoint, plan: ExpertsPlan, wanted: str) -> 
     return used
 
 
-def plan_experts(model: torch.nn.Module, checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> list[ExpertsPlan]:
+def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> list[ExpertsPlan]:
     """A plan for each layer of NVFP4 experts, in the model's order. ``model`` is on the meta device, unchanged.
 
     Layers that the model's class leaves out have none: Qwen3-Next's `mtp.`, and GLM-4-MoE's after the last.
@@ -116,7 +119,7 @@ def plan_experts(model: torch.nn.Module, checkpoint: Checkpoint, config_dict: Ma
 class _Renaming:
     """Where transformers puts a checkpoint's tensors."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -153,7 +156,7 @@ def _layers_left_out(checkpoint: Checkpoint, rename: _Renaming) -> set[str]:
     return {module for module, weight in weights.items() if rename.leaves_out(weight)}
 
 
-def _plan_layer(model: torch.nn.Module, checkpoint: Checkpoint, source: str, rename: _Renaming) -> ExpertsPlan:
+def _plan_layer(model: PreTrainedModel, checkpoint: Checkpoint, source: str, rename: _Renaming) -> ExpertsPlan:
     found = checkpoint.experts[source]
     places: dict[tuple[str, int], tuple[str, str]] = {}
     for projection in dict.fromkeys(projection for _, projection in found):
@@ -251,7 +254,7 @@ def _check_config(checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> Non
 
 def _check_nothing_ignored(checkpoint: Checkpoint, plans: Sequence[ExpertsPlan], sources: set[str]) -> None:
     """Raise for an expert's tensors that would change its result, and that nobody reads."""
-    known = set()
+    known: set[str] = set()
     for plan in plans:
         for plane in plan.planes:
             known.update((plane.weight, plane.global_scale, input_scale_name(plane), *plane.tensors))
@@ -263,7 +266,7 @@ def _check_nothing_ignored(checkpoint: Checkpoint, plans: Sequence[ExpertsPlan],
 
 
 def _check_nothing_missing(
-    model: torch.nn.Module, checkpoint: Checkpoint, rename: _Renaming, sources: set[str], stood_in: set[str]
+    model: PreTrainedModel, checkpoint: Checkpoint, rename: _Renaming, sources: set[str], stood_in: set[str]
 ) -> None:
     """Raise if transformers would initialize anything at random, for want of a tensor, or cast what is quantized."""
     loaded: set[str] = set()

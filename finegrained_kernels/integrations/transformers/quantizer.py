@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.quantizers.base import HfQuantizer
@@ -26,6 +26,9 @@ from finegrained_kernels.integrations.transformers.plan import (
 )
 from finegrained_kernels.integrations.transformers.saving import HIDDEN, HideExperts, state_of, unusual_forms
 from finegrained_kernels.integrations.transformers.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RESERVED = "reserved"
 """A buffer of the size that a layer's scales will have, while a device is sought for the layer."""
@@ -59,7 +62,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16 for NVFP4 experts, got {dtype}")
         return dtype
 
-    def _process_model_before_weight_loading(self, model: torch.nn.Module, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         checkpoint = open_checkpoint(_root_of(kwargs.get("checkpoint_files")))
         config = self.quantization_config
         self.plans = plan_experts(model, checkpoint, config.checkpoint or {})
@@ -82,7 +85,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
                 config.activation_format == "auto" and not self._input_scales
             )
             module.activation_format = "bf16" if weight_only else None
-            size = self._scale_bytes(plan) if isinstance(kwargs.get("device_map"), str) else 1
+            size = self._scale_bytes(checkpoint, plan) if isinstance(kwargs.get("device_map"), str) else 1
             module.register_buffer(RESERVED, torch.empty(size, dtype=torch.uint8), persistent=False)
             module._is_hf_initialized = True
             model.set_submodule(plan.module, module)
@@ -92,17 +95,18 @@ class NVFP4CSFQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *stood_in}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), HIDDEN}
 
-    def update_weight_conversions(self, weight_conversions: list, model: torch.nn.Module | None = None) -> list:
+    def update_weight_conversions(self, weight_conversions: list, model: PreTrainedModel | None = None) -> list:
         return [HideExperts({plan.source for plan in self.plans}), *weight_conversions]
 
-    def _process_model_after_weight_loading(self, model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        assert self._checkpoint is not None  # opened before
         state = model.state_dict()
         raise_faults(
             Fault("model", name, f"expected shape {list(shape)}, as the config says, got {list(state[name].shape)}")
             for name, shape in self._shapes.items()
             if state[name].shape != shape
         )
-        modules = [model.get_submodule(plan.module) for plan in self.plans]
+        modules = self._modules(model)
         for module in modules:
             if module.device.type == "meta":
                 _bring_back(module)
@@ -120,7 +124,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
         self._checkpoint = None  # its headers are large, and all that saving needs is in `plans` and `forms`
         return model
 
-    def get_state_dict_and_metadata(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The state dict with the checkpoint's own tensors for the experts.
 
         Raises:
@@ -128,7 +132,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
         """
         if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
             raise ValueError("save_pretrained: experts can only be saved from a model that one process holds whole")
-        modules = [model.get_submodule(plan.module) for plan in self.plans]
+        modules = self._modules(model)
         stood_in = {f"{plan.module}.{name}" for plan in self.plans for name in (GATE_UP, DOWN)}
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in stood_in}
         for plan, module in zip(self.plans, modules, strict=True):
@@ -146,12 +150,14 @@ class NVFP4CSFQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         return True
 
-    def _scale_bytes(self, plan: ExpertsPlan) -> int:
+    def _modules(self, model: PreTrainedModel) -> list[NVFP4ExpertsModule]:
+        return [model.get_submodule(plan.module) for plan in self.plans]
+
+    def _scale_bytes(self, checkpoint: Checkpoint, plan: ExpertsPlan) -> int:
         """What the layer's scales will take on their device, but for the workspace."""
         if self.quantization_config.scale_strategy == "dense":
             return sum(plane.nbytes for plane in plan.planes)
-        located = self._checkpoint.located
-        return sum(located[name][1].nbytes for plane in plan.planes for name in plane.tensors)
+        return sum(checkpoint.located[name][1].nbytes for plane in plan.planes for name in plane.tensors)
 
 
 def _bring_back(module: NVFP4ExpertsModule) -> None:

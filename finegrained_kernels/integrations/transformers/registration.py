@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers.integrations.moe import ExpertsInterface
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -21,7 +23,7 @@ class _CompressedTensorsOrNVFP4(CompressedTensorsConfig):
     """Reads compressed-tensors configs: NVFP4 ones are ours, all others stay transformers'."""
 
     @classmethod
-    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         kind = NVFP4CSFConfig if is_nvfp4(config_dict) else CompressedTensorsConfig
         return kind.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 

@@ -75,15 +75,15 @@ def state_of(
                 tensors[input_scale_name(plane)] = module.stored[f"{name}_input"][expert, column]
             for tensor_name, tensor in tensors.items():
                 yield hide(tensor_name), _as(tensor, *forms.get(tensor_name, _usual_forms(plane)[tensor_name]))
-        for plane, tensors in zip(planes, _scales(planes, module, name, first_row), strict=True):
-            for tensor_name, tensor in zip(plane.tensors, tensors, strict=True):
+        for plane, scales in zip(planes, _scales(planes, module, name, first_row), strict=True):
+            for tensor_name, tensor in zip(plane.tensors, scales, strict=True):
                 form = forms.get(tensor_name, _usual_forms(plane).get(tensor_name))
                 yield hide(tensor_name), _as(tensor, *form) if form else tensor
 
 
 def _usual_forms(plane: Plane) -> dict[str, tuple[str, tuple[int, ...]]]:
-    single = (1,) if plane.global_scale_divides else ()
-    forms = {
+    single: tuple[int, ...] = (1,) if plane.global_scale_divides else ()
+    forms: dict[str, tuple[str, tuple[int, ...]]] = {
         plane.weight: ("U8", (plane.rows, plane.cols * 8)),
         plane.global_scale: ("F32", single),
         input_scale_name(plane): ("F32", single),
@@ -107,14 +107,17 @@ def _scales(
     scales, bundle = module.scales(name), module.schedule.bundle
     rows, cols = planes[0].rows, planes[0].cols
     kept = not isinstance(scales, torch.Tensor)
-    dense = wire = None
     if not kept or not all(plane.compressed for plane in planes):
         dense = (bundle.decompress_nvfp4_csf_scales(scales) if kept else scales)[:, first_row : first_row + rows]
         dense = dense.view(torch.uint8).contiguous()
     if any(plane.compressed for plane in planes):
-        wire = _cut_wire(*scales.to_wire(), rows, cols, first_row) if kept else bundle.compress_nvfp4_csf_scales(dense)
+        if kept:
+            fixed, exceptions = scales.to_wire()
+            fixed, exceptions = _cut_wire(fixed, exceptions, rows, cols, first_row)
+        else:
+            fixed, exceptions = bundle.compress_nvfp4_csf_scales(dense)
     for expert, plane in enumerate(planes):
-        yield (wire[0][expert].clone(), wire[1][expert]) if plane.compressed else (dense[expert],)
+        yield (fixed[expert].clone(), exceptions[expert]) if plane.compressed else (dense[expert],)
 
 
 def _cut_wire(

@@ -22,7 +22,11 @@ _CHUNK_BYTES = 1 << 20
 
 
 def csf_workspace_size(scales: NVFP4CSFScales, *, swizzled: bool = False) -> int:
-    """Bytes that `decompress_nvfp4_csf_scales` writes for `scales`: `E * N * C`, or `E` padded swizzled planes."""
+    """Bytes that `decompress_nvfp4_csf_scales` writes for `scales`: `E * N * C`, or `E` padded swizzled planes.
+
+    Raises:
+        ValueError: `scales` is no `NVFP4CSFScales` of this bundle.
+    """
     size, _, _ = _output_layout(scales, swizzled)
     return size
 

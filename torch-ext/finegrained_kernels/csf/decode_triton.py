@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import num_sms
+from ..device import cdiv, next_power_of_2, num_sms
 from ..formats import NVFP4_CSF
 from ..launching import BoundKernel, bind
 from ..layouts import swizzled_shape
@@ -77,14 +77,14 @@ def decode_config(
         few_bytes = 8 * block * programs_per_sm * num_sms
         if routed and max_active is not None and max_active * num_rows * num_cols > few_bytes:
             block, programs_per_sm = 1024, 6
-        tiles = triton.cdiv(num_rows * num_cols, 8 * block)
+        tiles = cdiv(num_rows * num_cols, 8 * block)
     num_items = tiles * min(num_planes, num_planes if max_active is None else max_active)
     return {
         "grid": max(1, min(num_items, programs_per_sm * num_sms)) if routed else num_planes * tiles,
         "TILES": tiles,
         "BLOCK": block,
         "BLOCK_X": 32 * num_warps,
-        "BLOCK_E": min(1024, triton.next_power_of_2(num_planes)),
+        "BLOCK_E": min(1024, next_power_of_2(num_planes)),
         "num_warps": num_warps,
     }
 

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device import cdiv, next_power_of_2
 from ..formats import NVFP4_CSF
 from ..launching import BoundKernel, bind
 
@@ -239,9 +240,9 @@ def collect_kernel(
 
 def _block_words(num_cols: int, limit: int) -> int:
     """Words of a row to work on at a time: a power of two that wastes little of a row."""
-    num_words = triton.cdiv(num_cols, 4)
+    num_words = cdiv(num_cols, 4)
     exact = num_words & -num_words
-    return min(limit, exact if exact > 1 else triton.next_power_of_2(num_words))
+    return min(limit, exact if exact > 1 else next_power_of_2(num_words))
 
 
 def encode_config(num_cols: int) -> dict[str, int]:
@@ -253,7 +254,7 @@ def encode_config(num_cols: int) -> dict[str, int]:
 
 def scan_config(num_rows: int) -> dict[str, int]:
     """Constants of `scan_kernel`."""
-    return {"BLOCK": min(1024, triton.next_power_of_2(num_rows)), "num_warps": 4}
+    return {"BLOCK": min(1024, next_power_of_2(num_rows)), "num_warps": 4}
 
 
 def collect_config(num_cols: int) -> dict[str, int]:
@@ -266,7 +267,7 @@ def encode_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: in
     """Grid and kernel of one kind of launch. `overrides` replace entries of `encode_config`, for tuning."""
     config = {**encode_config(num_cols), **overrides}
     kernel = bind(encode_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
-    return (triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
+    return (cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
 
 
 @functools.lru_cache(maxsize=None)
@@ -279,7 +280,7 @@ def collect_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: i
         POSITION_BITS=NVFP4_CSF.position_bits,
         **config,
     )  # fmt: skip
-    return (triton.cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
+    return (cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
 
 
 def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -91,7 +91,7 @@ def quantized_operands(
     rows = x.shape[0] if row_index is None else row_index.shape[0]
     operands = x.new_empty(rows, x.shape[1], dtype=torch.bfloat16)
     is_dynamic = global_scale is None
-    if is_dynamic:
+    if global_scale is None:
         global_scale = x.new_empty(rows, dtype=torch.float32)
     _launch(x, global_scale, is_dynamic, None, None, operands, row_index)
     return operands, global_scale

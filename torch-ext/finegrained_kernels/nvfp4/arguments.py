@@ -72,8 +72,8 @@ def fault(name: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def check_weights(B: torch.Tensor, Bs: Scales, gate: bool) -> None:
-    """Packed weights [E, N, K/2] and their scales, dense [E, N, K/16], swizzled or compressed."""
+def check_weights(B: torch.Tensor, Bs: Scales | None, gate: bool) -> Scales:
+    """`Bs`, if B is packed weights [E, N, K/2] and these their scales: dense [E, N, K/16], swizzled or compressed."""
     if B.dtype not in (torch.uint8, torch.int8):
         raise TypeError(f"B: expected packed uint8 or int8, got {B.dtype}")
     shape = tuple(B.shape)
@@ -91,7 +91,7 @@ def check_weights(B: torch.Tensor, Bs: Scales, gate: bool) -> None:
     if isinstance(Bs, NVFP4CSFScales):
         if Bs.shape != dense:
             raise fault("Bs", f"compressed scales of shape {dense}", Bs.shape)
-        return
+        return Bs
     if not isinstance(Bs, torch.Tensor):
         raise TypeError(f"Bs: expected a tensor of scale bytes or NVFP4CSFScales, got {type(Bs).__name__}")
     if Bs.dtype not in (torch.float8_e4m3fn, torch.uint8):
@@ -100,6 +100,7 @@ def check_weights(B: torch.Tensor, Bs: Scales, gate: bool) -> None:
         swizzled = (num_experts, *swizzled_shape(rows, depth // GROUP))
         if tuple(Bs.shape) != swizzled:
             raise fault("Bs", f"shape {dense} or swizzled {swizzled}", tuple(Bs.shape))
+    return Bs
 
 
 def check_activations(A: torch.Tensor, As: torch.Tensor | None, depth: int, weight_only: bool) -> None:
@@ -159,7 +160,7 @@ def check_gemm(
     A: torch.Tensor,
     B: torch.Tensor,
     As: torch.Tensor | None,
-    Bs: Scales,
+    Bs: Scales | None,
     *,
     expert_ids: torch.Tensor | None = None,
     expert_start: torch.Tensor | None = None,
@@ -184,10 +185,10 @@ def check_gemm(
     if not gate and (swiglu_alpha is not None or swiglu_limit is not None):
         raise fault("swiglu_alpha and swiglu_limit", "None without gate", "a value")
     weight_only = activation_format == "bf16"
-    check_weights(B, Bs, gate)
+    scales = check_weights(B, Bs, gate)
     num_experts, depth, device = B.shape[0], B.shape[2] * 2, A.device
     check_activations(A, As, depth, weight_only)
-    for name, tensor in (("B", B), ("Bs", Bs), ("As", As)):
+    for name, tensor in (("B", B), ("Bs", scales), ("As", As)):
         if tensor is not None and tensor.device != device:
             raise fault(name, f"device {device}, as A has", tensor.device)
 
@@ -221,7 +222,7 @@ def check_gemm(
         a_scales=As,
         a_global=a_global,
         b=B,
-        b_scales=Bs,
+        b_scales=scales,
         b_global=b_global.reshape(len(b_global), -1).expand(num_experts, b_columns),
         expert_ids=contiguous(expert_ids),
         expert_start=contiguous(expert_start),

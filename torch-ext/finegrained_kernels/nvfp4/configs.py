@@ -122,9 +122,9 @@ def choose_config(
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     entries = load_table(torch.cuda.get_device_name(device)).get((weight_rows, depth, compressed))
     if compressed and not entries:
-        config = choose_config(device, weight_rows, depth, num_rows, num_experts, result_bytes, False)
-        return with_strip(config, depth, result_bytes)
-    config = None
+        dense = choose_config(device, weight_rows, depth, num_rows, num_experts, result_bytes, False)
+        return with_strip(dense, depth, result_bytes)
+    config: Config | None = None
     if entries:
         fitting = [config for rows, config in entries if rows <= num_rows / num_experts]
         config = fitting[-1] if fitting else entries[0][1]

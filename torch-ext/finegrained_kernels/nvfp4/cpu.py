@@ -29,7 +29,7 @@ def run_on_cpu(gemm: Gemm) -> list[torch.Tensor]:
         sources = rows if gemm.gather_idx is None else gemm.gather_idx[rows].long()
         targets = rows if gemm.scatter_idx is None else gemm.scatter_idx[rows].long()
         result = expert_product(gemm, expert, sources).to(gemm.output_dtype)
-        if gemm.quantize_output:
+        if gemm.output_global is not None:
             packed[targets], scales[targets] = quantize_groups(result, of_expert(gemm.output_global, expert))
         else:
             out[targets] = result
@@ -75,11 +75,10 @@ def activations(gemm: Gemm, expert: int, sources: torch.Tensor) -> tuple[torch.T
     a_global = gemm.a_global
     if a_global is not None:
         a_global = a_global[sources] if a_global.ndim == 2 else of_expert(a_global, expert)
-    if gemm.a_scales is not None:
-        return expand(a, gemm.a_scales[sources]), a_global
-    if a_global is None:
+    if a_global is None:  # never of packed activations
         a_global = global_from_amax(a.abs().amax(-1, keepdim=True))
-    return expand(*quantize_groups(a, a_global)), a_global
+    packed, scales = (a, gemm.a_scales[sources]) if gemm.a_scales is not None else quantize_groups(a, a_global)
+    return expand(packed, scales), a_global
 
 
 def expert_scales(gemm: Gemm, expert: int) -> torch.Tensor:

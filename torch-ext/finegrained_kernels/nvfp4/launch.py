@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional
+from typing import Optional, cast
 
 import torch
 import triton.language as tl
@@ -95,7 +95,9 @@ def prepare_activations(gemm: Gemm) -> tuple[torch.Tensor, Optional[torch.Tensor
     return operands, x_global, gather_idx
 
 
-def packed_activations(gemm: Gemm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
+def packed_activations(
+    gemm: Gemm,
+) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """W4A4 as block-scaled products read it: (packed [rows, K/2], scales [rows, K/16], their globals, the gather that
     is left to do)."""
     if gemm.a_scales is not None:
@@ -178,6 +180,11 @@ def scale_operands(scales: torch.Tensor | NVFP4CSFScales) -> tuple[torch.Tensor,
     return (scales.view(torch.int16),)
 
 
+def dense_scales(gemm: Gemm) -> torch.Tensor:
+    """Their bytes, for kernels that read no compressed ones: `with_readable_scales` has decoded those."""
+    return cast(torch.Tensor, gemm.b_scales).view(torch.uint8)
+
+
 def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments: tuple, constants: dict):
     """Launch on tensor cores. With a `config` of the caller's, a tuner's, returns the compiled kernel."""
     from .mma_gemm import nvfp4_gemm_kernel  # Gluon exists for NVIDIA builds of Triton
@@ -226,13 +233,13 @@ def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
     grid = (max_row_tiles(gemm, tile["BLOCK_T"]), cdiv(gemm.b.shape[1], tile["BLOCK_N"]))
     scaled_gemm_kernel[grid](
         packed.view(torch.uint8), scales.view(torch.uint8), x_global, gemm.b.view(torch.uint8),
-        gemm.b_scales.view(torch.uint8), *arguments, **constants, **tile,
+        dense_scales(gemm), *arguments, **constants, **tile,
     )  # fmt: skip
 
 
 def launch_portable(gemm: Gemm, operands, x_global, arguments: tuple, constants: dict) -> None:
     grid = (max_row_tiles(gemm, PORTABLE_TILE["BLOCK_T"]), cdiv(gemm.num_cols, PORTABLE_TILE["BLOCK_N"]))
     portable_gemm_kernel[grid](
-        operands, x_global, gemm.b.view(torch.uint8), gemm.b_scales.view(torch.uint8), *arguments, **constants,
+        operands, x_global, gemm.b.view(torch.uint8), dense_scales(gemm), *arguments, **constants,
         **PORTABLE_TILE,
     )  # fmt: skip

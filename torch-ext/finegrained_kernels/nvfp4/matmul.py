@@ -1,47 +1,36 @@
-"""The public GEMMs on NVFP4 weights: check, then run on the tensors' device.
-
-Shared arguments. A: bf16 or fp16 activations (fp32 too when they are quantized), or packed NVFP4 uint8 [M, K/2] beside
-their scales `As` [M, K/16]. B, Bs: packed weights and their E4M3 scales, dense, swizzled (layouts.py) or compressed:
-NVFP4CSFScales are decoded as the kernel goes, with no dense copy, and results have the same bits.
-
-activation_format   None: W4A4, activations are quantized to NVFP4 first; "bf16": W4A16, they are used as they are.
-gate                B stacks [gate; up] rows, 2N of them; the result is silu(gate) * up, silu(x) = x * sigmoid(alpha x)
-                    with `swiglu_alpha` (1 by default); `swiglu_limit` caps gate above, and up on both sides.
-a_global_scale      float32 multiplier of the activations: a scalar, one an expert [E], or one a row [M, 1]; with
-                    unquantized A, None takes each row's own.
-b_global_scale      float32 multiplier of the weights: a scalar, [E], or [E, 2] when gate and up differ.
-quantize_output     return (packed [S, N/2], scales [S, N/16]): exactly what quantizing the result in `output_dtype`
-                    under `output_global_scale` (scalar or [E], 1 by default) gives.
-output_dtype        of the result; A's own by default, bf16 for packed A.
-gather_idx          int [S]: routed row s reads row gather_idx[s] of A. One outside A makes the result row 0.
-scatter_idx         int [S], a permutation: routed row s is written to row scatter_idx[s].
-
-Sums are float32. Rows of no expert are 0. Wrong arguments raise ValueError or TypeError naming the argument.
-"""
+"""The public GEMMs on NVFP4 weights: check, then run on the tensors' device. `matmul_grouped` says what they share."""
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import List, Optional, Tuple, Union
 
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..csf.scales import NVFP4CSFScales
-from .arguments import FIELDS, Gemm, check_gemm
+from .arguments import FIELDS, Gemm, Scales, check_gemm
 from .cpu import run_on_cpu
 from .reference import GROUP
 
+Global = Union[torch.Tensor, float, None]
+Result = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
+
 
 def matmul_2d(
-    A, B, As=None, Bs=None, *,
-    activation_format=None, gate=False, act_fn="silu", swiglu_alpha=None, swiglu_limit=None,
-    quantize_output=False, output_dtype=None, a_global_scale=None, b_global_scale=None, output_global_scale=None,
-):  # fmt: skip
-    """One weight: A [M, K] times B [N, K/2], Bs [N, K/16] -> [M, N]. `b_global_scale`: a scalar, or [2] with gate."""
+    A: torch.Tensor, B: torch.Tensor, As: torch.Tensor | None = None, Bs: Scales | None = None, *,
+    activation_format: str | None = None, gate: bool = False, act_fn: str = "silu",
+    swiglu_alpha: float | None = None, swiglu_limit: float | None = None, quantize_output: bool = False,
+    output_dtype: torch.dtype | None = None, a_global_scale: Global = None, b_global_scale: Global = None,
+    output_global_scale: Global = None,
+) -> Result:  # fmt: skip
+    """One weight: A [M, K] times B [N, K/2], Bs [N, K/16] or compressed, of one plane -> [M, N].
+
+    `b_global_scale` is a scalar, or [2] with `gate`. All else is as in `matmul_grouped`.
+    """
     if isinstance(b_global_scale, torch.Tensor):
         b_global_scale = b_global_scale.reshape(1, -1)
     return _run(check_gemm(
-        A, B.unsqueeze(0), As, Bs if isinstance(Bs, NVFP4CSFScales) else Bs.unsqueeze(0),
+        A, B.unsqueeze(0), As, Bs.unsqueeze(0) if isinstance(Bs, torch.Tensor) else Bs,
         activation_format=activation_format, gate=gate, act_fn=act_fn,
         swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
         quantize_output=quantize_output, output_dtype=output_dtype,
@@ -50,13 +39,17 @@ def matmul_2d(
 
 
 def matmul_batched(
-    A, B, As=None, Bs=None, *, expert_ids, gather_idx=None, scatter_idx=None,
-    activation_format=None, gate=False, act_fn="silu", swiglu_alpha=None, swiglu_limit=None,
-    quantize_output=False, output_dtype=None, a_global_scale=None, b_global_scale=None, output_global_scale=None,
-):  # fmt: skip
+    A: torch.Tensor, B: torch.Tensor, As: torch.Tensor | None = None, Bs: Scales | None = None, *,
+    expert_ids: torch.Tensor, gather_idx: torch.Tensor | None = None, scatter_idx: torch.Tensor | None = None,
+    activation_format: str | None = None, gate: bool = False, act_fn: str = "silu",
+    swiglu_alpha: float | None = None, swiglu_limit: float | None = None, quantize_output: bool = False,
+    output_dtype: torch.dtype | None = None, a_global_scale: Global = None, b_global_scale: Global = None,
+    output_global_scale: Global = None,
+) -> Result:  # fmt: skip
     """One expert id a routed row, int [S], in any order: B [E, N, K/2] -> [S, N]. For few rows (decode).
 
-    Rows whose id is negative or at least E (expert-parallel sentinels) read no weight and are 0.
+    Rows whose id is negative or at least E (expert-parallel sentinels) read no weight and are 0. All else is as in
+    `matmul_grouped`.
     """
     return _run(check_gemm(
         A, B, As, Bs, expert_ids=expert_ids, gather_idx=gather_idx, scatter_idx=scatter_idx,
@@ -68,14 +61,44 @@ def matmul_batched(
 
 
 def matmul_grouped(
-    A, B, As=None, Bs=None, *, expert_start, gather_idx=None, scatter_idx=None,
-    activation_format=None, gate=False, act_fn="silu", swiglu_alpha=None, swiglu_limit=None,
-    quantize_output=False, output_dtype=None, a_global_scale=None, b_global_scale=None, output_global_scale=None,
-):  # fmt: skip
-    """Routed rows sorted by expert: B [E, N, K/2] -> [S, N].
+    A: torch.Tensor, B: torch.Tensor, As: torch.Tensor | None = None, Bs: Scales | None = None, *,
+    expert_start: torch.Tensor, gather_idx: torch.Tensor | None = None, scatter_idx: torch.Tensor | None = None,
+    activation_format: str | None = None, gate: bool = False, act_fn: str = "silu",
+    swiglu_alpha: float | None = None, swiglu_limit: float | None = None, quantize_output: bool = False,
+    output_dtype: torch.dtype | None = None, a_global_scale: Global = None, b_global_scale: Global = None,
+    output_global_scale: Global = None,
+) -> Result:  # fmt: skip
+    """Routed rows sorted by expert: `A[gather_idx] @ B[e].T` for the rows of each expert e, summed in float32.
 
-    expert_start: int32, E + 1 entries or more; expert e owns routed rows [expert_start[e], expert_start[e + 1]). It is
-    read on the device. Rows from expert_start[E] on belong to no expert and are 0.
+    Args:
+        A: bf16 or fp16 `[M, K]`, fp32 too where it is quantized; or packed NVFP4, uint8 `[M, K/2]`, beside `As`.
+        B: packed uint8 or int8 `[E, N, K/2]`, or `[E, 2N, K/2]` with `gate`. K is a multiple of 32,
+            the rows one of 16, with `gate` of 32.
+        As: float8_e4m3fn or its bytes `[M, K/16]`, of packed A.
+        Bs: the same for B, `[E, N, K/16]` or swizzled (layouts.py); or `NVFP4CSFScales`, which are decoded as the
+            kernel goes, with no dense copy, and give the same bits.
+        expert_start: int32, E + 1 entries or more, read on the device; expert e owns routed rows
+            `[expert_start[e], expert_start[e + 1])`. Rows from `expert_start[E]` on belong to no expert and are 0.
+        gather_idx: int `[S]`: routed row s reads row `gather_idx[s]` of A. One outside A makes the result row 0.
+        scatter_idx: int `[S]`, a permutation: routed row s is written to row `scatter_idx[s]`.
+        activation_format: None: W4A4, activations are quantized to NVFP4 first; "bf16": W4A16, they are used as they
+            are.
+        gate: B stacks `[gate; up]` rows; the result is `silu(gate) * up`, with `silu(x) = x * sigmoid(alpha * x)`.
+        act_fn: "silu".
+        swiglu_alpha: alpha, 1 by default.
+        swiglu_limit: caps gate above, and up on both sides.
+        quantize_output: return the result in NVFP4: exactly what quantizing it in `output_dtype` gives.
+        output_dtype: of the result; A's own by default, bf16 for packed A.
+        a_global_scale: float32 multiplier of the activations: a scalar, one an expert `[E]`, or one a row `[M, 1]`.
+            None: each row's own, or 1 for packed A.
+        b_global_scale: float32 multiplier of the weights: a scalar, `[E]`, or `[E, 2]` where gate and up differ.
+        output_global_scale: that of a quantized result, a scalar or `[E]`; 1 by default.
+
+    Returns:
+        `[S, N]`; with `quantize_output` packed uint8 `[S, N/2]` and float8_e4m3fn `[S, N/16]`. S is M without an index.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
     return _run(check_gemm(
         A, B, As, Bs, expert_start=expert_start, gather_idx=gather_idx, scatter_idx=scatter_idx,

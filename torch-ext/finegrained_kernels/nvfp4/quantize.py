@@ -105,6 +105,7 @@ def nvfp4_act_quant(
     [.., 1]; None takes it from each row's largest magnitude, so that no row can change another.
     Returns packed uint8 [.., K/2], scales float8_e4m3fn [.., K/16], and the float32 global used: [.., 1] or scalar.
     A row with NaN or inf keeps them: its scale bytes or its global are NaN.
+    Raises ValueError or TypeError naming the argument.
     """
     _check_values("x", x, min_ndim=1)
     if a_global_scale is not None:

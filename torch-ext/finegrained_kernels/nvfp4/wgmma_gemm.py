@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ..device import cdiv
 from ..launching import bind
 from .csf_strip import (
     STRIP_LIMIT,
@@ -61,9 +62,9 @@ def permute_tokens_kernel(x_ptr, out_ptr, num_rows, K: tl.constexpr, GROUPS: tl.
 
 def permute_tokens(x: torch.Tensor, groups: int) -> torch.Tensor:
     """[M, chunks, 8, 2G] of activations [M, K]; bytes moved: each value read and written once."""
-    chunks = triton.cdiv(x.shape[1], 16 * groups)
+    chunks = cdiv(x.shape[1], 16 * groups)
     out = x.new_empty(x.shape[0], chunks, 8, 2 * groups)
-    grid = (triton.cdiv(out.numel(), PERMUTE_BLOCK),)
+    grid = (cdiv(out.numel(), PERMUTE_BLOCK),)
     bind(permute_tokens_kernel, K=x.shape[1], GROUPS=groups, BLOCK=PERMUTE_BLOCK)(grid, x, out, x.shape[0])
     return out
 
