@@ -139,11 +139,11 @@ def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
 
 
 def strip_bytes(bundle: ModuleType, config, depth: int) -> int:
-    """Shared memory that the kernel declares beside Triton's: one strip of decoded scales, two for warpgroups if they
-    fit."""
+    """Shared memory that the kernel declares beside Triton's: one strip of decoded scales, two for warpgroups that have
+    an SM alone, if they fit."""
     configs = part(bundle, "nvfp4.configs")
     strip = configs.strip_bytes(config, depth)
-    two = config.warpgroup and depth > config.block_k and 2 * strip <= configs.MAX_STRIP_BYTES
+    two = config.warpgroup and config.num_warps > 4 and depth > config.block_k and 2 * strip <= configs.MAX_STRIP_BYTES
     return 2 * strip if two else strip
 
 

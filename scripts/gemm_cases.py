@@ -21,7 +21,7 @@ POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8",
     torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 BLACKWELL = ("sm_100", "sm_120")
 TENSOR_CORES = ("sm_89", "sm_90", *BLACKWELL)
 EVERYWHERE = ("sm_80", *TENSOR_CORES, "gfx942")
@@ -149,11 +149,13 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     add_mma("dense", ("sm_89", "sm_90"), gemm(4096, 4096, 16, "dense", **w4a16))
     add_mma("prefill requantized", ("sm_89", *BLACKWELL), gemm(640, 2560, 4096, "grouped", gate=True, **requantized))
     table = configs.load_table("NVIDIA H200")
-    for compressed in (False, True):
-        for ratio, config in table.get((1280, 2560, compressed), table[1280, 2560, False]):
+    for (weight_rows, depth, compressed), entries in table.items():
+        gate = depth >= weight_rows
+        for ratio, config in entries:
             tokens = max(1, round(ratio * E / TOP_K))
-            g = gemm(640, 2560, tokens, "grouped", gate=True, compressed=compressed, **w4a16)
-            add_mma(f"{tokens} tokens", ("sm_90",), g, config)
+            cols = weight_rows // 2 if gate else weight_rows
+            g = gemm(cols, depth, tokens, "grouped", gate=gate, compressed=compressed, **w4a16)
+            add_mma(f"{cols}x{depth}, {tokens} tokens", ("sm_90",), g, config)
     fused = {"compressed": True, **w4a16}
     add_mma("gated", TENSOR_CORES, gemm(640, 2560, 8, "grouped", gate=True, **fused))
     add_mma("down", TENSOR_CORES, gemm(2560, 640, 8, "batched", torch.float16, **fused))

@@ -41,16 +41,16 @@ def tiles(configs) -> set:
 
 def geometry(configs, config, depth: int) -> tuple[int, int, int]:
     """(groups of a chunk, columns of a strip, bytes from row to row) of a tile."""
-    groups, cols = config.block_k // 16, depth // 16
-    cols = cols if config.warpgroup else configs.strip_cols(cols, groups)
+    groups, cols = config.block_k // 16, configs.strip_cols(config, depth)
     return groups, cols, configs.strip_stride(cols, groups)
 
 
 def declared_bytes(configs, config, depth: int) -> int:
-    """What the kernels declare, in whole KB: a strip; two for warpgroups, if two fit and a tile has a second chunk."""
+    """What the kernels declare, in whole KB: a strip; two for warpgroups that have an SM alone, if two fit and a tile
+    has a second chunk."""
     _, _, stride = geometry(configs, config, depth)
     strip = config.block_n * stride
-    two = config.warpgroup and 2 * strip <= UNASKED and depth > config.block_k
+    two = config.warpgroup and config.num_warps > 4 and 2 * strip <= UNASKED and depth > config.block_k
     return -(-(2 * strip if two else strip) // 1024) * 1024
 
 
@@ -131,10 +131,10 @@ def test_strips_meet_the_rules_of_banks_and_vectors(configs, tiles):
 def test_slices_divide_rows_into_whole_chunks(configs, tiles):
     for depth, config in itertools.product(DEPTHS, tiles):
         groups, all_cols = config.block_k // 16, depth // 16
-        cols = configs.strip_cols(all_cols, groups)
+        cols = configs.strip_cols(config, depth)
         assert all_cols % cols == 0, (depth, config)
         if cols == all_cols:
-            assert all_cols <= configs.SLICE_LIMIT or all_cols % (2 * groups), (depth, config)
+            assert config.warpgroup or all_cols <= configs.SLICE_LIMIT or all_cols % (2 * groups), (depth, config)
             continue
         assert cols % groups == 0, (depth, config)
         assert cols <= configs.SLICE_LIMIT or cols % (2 * groups), (depth, config)

@@ -23,6 +23,7 @@ class Config:
     """Tile of one program: `block_n` weight rows by `block_t` routed rows, `block_k` deep a step.
 
     `warpgroup`: Hopper's warpgroup products (wgmma_gemm.py), for many rows an expert; else mma_gemm.py.
+    `max_registers`: of a thread, so that `programs_per_sm` programs fit; None leaves it to the compiler.
     """
 
     block_n: int
@@ -32,6 +33,7 @@ class Config:
     num_stages: int
     programs_per_sm: int
     warpgroup: bool = False
+    max_registers: int | None = None
 
 
 @functools.lru_cache(maxsize=None)
@@ -49,9 +51,10 @@ def load_table(device_name: str) -> dict[tuple[int, int, bool], list[tuple[float
     return {shape: sorted(configs, key=lambda pair: pair[0]) for shape, configs in table.items()}
 
 
-def strip_cols(cols: int, groups: int) -> int:
+def strip_cols(config: Config, depth: int) -> int:
     """Columns of scales decoded at a time: a row's, or equal parts of whole chunks where rows are long."""
-    while cols > SLICE_LIMIT and cols % (2 * groups) == 0:
+    cols, groups = depth // 16, config.block_k // 16
+    while cols > SLICE_LIMIT and cols % (2 * groups) == 0 and not config.warpgroup:
         cols //= 2
     return cols
 
@@ -63,8 +66,7 @@ def strip_stride(cols: int, groups: int) -> int:
 
 def strip_bytes(config: Config, depth: int) -> int:
     """Shared memory of a tile's decoded scales (csf_strip.py)."""
-    groups, cols = config.block_k // 16, depth // 16
-    return whole_kb(config.block_n * strip_stride(cols if config.warpgroup else strip_cols(cols, groups), groups))
+    return whole_kb(config.block_n * strip_stride(strip_cols(config, depth), config.block_k // 16))
 
 
 def whole_kb(num_bytes: int) -> int:
@@ -101,6 +103,14 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + rest:
         config = replace(config, num_stages=config.num_stages + 1)
     return config
+
+
+@functools.lru_cache(maxsize=4096)
+def comes_whole(config: Config, depth: int, result_bytes: int) -> bool:
+    """Whether a tile's dense scales are copied into a strip, all at once: those of short rows, of which a chunk's share
+    is so little that every sector of memory would be read several times."""
+    short = depth % 128 == 0 and depth <= 1024 and not config.warpgroup
+    return short and with_strip(config, depth, result_bytes) == config
 
 
 @functools.lru_cache(maxsize=4096)

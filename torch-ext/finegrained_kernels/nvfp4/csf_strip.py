@@ -1,9 +1,10 @@
-"""Compressed scales of one weight tile, decoded into a strip of shared memory: bytes [BLOCK_N, STRIDE], rows padded.
+"""The scales of one weight tile in a strip of shared memory: bytes [BLOCK_N, STRIDE], rows padded.
 
-A strip holds a slice of the tile's columns: all of them, or where rows are long, an equal part at a time. Its codes,
-bases and exceptions are loaded (`load_windows`, `load_exceptions`) and become bytes: every window first, then, after a
-barrier, the exceptions over them (`decode_strip`). Products then read the same bytes as from a dense plane
-(`strip_pairs`). A lane decodes whole rows, or an equal part of one, so that it needs few bases and addresses.
+Compressed scales are decoded into it. A strip holds a slice of the tile's columns: all of them, or where rows are
+long, an equal part at a time. Its codes, bases and exceptions are loaded (`load_windows`, `load_exceptions`) and become
+bytes: every window first, then, after a barrier, the exceptions over them. Dense scales of short rows are copied into
+it (`load_plain`); others come chunk by chunk, with the weights. Products read the same bytes from everywhere
+(`strip_pairs`). A lane fills whole rows, or an equal part of one, so that it needs few bases and addresses.
 
 Exceptions go to computed addresses, which Gluon's shared memory does not take, so the strip is a shared variable of its
 own, declared and addressed in PTX.
@@ -20,7 +21,6 @@ from . import configs
 from .tiles import barrier, group_layout
 
 STRIP_LIMIT = gl.constexpr(configs.MAX_STRIP_BYTES)
-strip_cols = gluon.constexpr_function(configs.strip_cols)
 strip_stride = gluon.constexpr_function(configs.strip_stride)
 whole_kb = gluon.constexpr_function(configs.whole_kb)
 
@@ -49,6 +49,7 @@ setp.ge.s32 p, $1, 0;
 mov.b32 $0, 0;
 }""")
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+STORE_WORD = gl.constexpr("st.shared.b64 [$1], $2; mov.b32 $0, 0;")
 STORE_ZERO = gl.constexpr("st.shared.b32 [$1], 0; mov.b32 $0, 0;")
 
 
@@ -180,6 +181,40 @@ def load_windows(
 
 
 @gluon.jit
+def load_plain(
+    scales_ptr, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr
+):  # fmt: skip
+    """The dense scales of a tile's rows, int64 words in registers; a lane's are a row's, or an equal part of one's."""
+    expert, _, _, n_tile = tile
+    PARTS: gl.constexpr = row_parts(BLOCK_N, C, gl.num_warps())
+    HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+    HALVES: gl.constexpr = 2 if GATE else 1
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    segment = gl.arange(0, BLOCK_N * PARTS, LANES)
+    row = segment // PARTS % HALF
+    ok = n_tile * HALF + row < N if N % HALF != 0 else row >= 0
+    start_ptr = scales_ptr + (expert.to(gl.int64) * (HALVES * N) + n_tile * HALF) * (C // 8)
+    plane_row = segment // (PARTS * HALF) * N + row
+    offsets = plane_row.to(gl.int64) * (C // 8) + segment % PARTS * (C // 8 // PARTS)
+    words = ()
+    for i in gl.static_range(C // 8 // PARTS):
+        words = words + (gl.load(start_ptr + offsets + i, mask=ok, other=0),)  # noqa: RUF005
+    return words
+
+
+@gluon.jit
+def store_plain(strip, words, C: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Store what `load_plain` holds. Every warp must be done with the strip."""
+    PARTS: gl.constexpr = row_parts(BLOCK_N, C, gl.num_warps())
+    HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+    segment = gl.arange(0, BLOCK_N * PARTS, words[0].type.layout)
+    row = strip_row(segment // PARTS % HALF, segment // (PARTS * HALF), GATE)
+    address = strip + row * strip_stride(C, GROUPS) + segment % PARTS * (C // PARTS)
+    for i in gl.static_range(len(words)):
+        call(STORE_WORD, "=r,r,l", [address + 8 * i, words[i]])
+
+
+@gluon.jit
 def prefetch_windows(
     csf, tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -215,12 +250,12 @@ def load_scales(
     scales, tile, ranges, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """What `decode_strip` needs of a slice, in registers; nothing of scales that are not compressed."""
-    held = ()
+    """What `fill_strip` needs of a slice, in registers."""
     if len(scales) == 4:
         windows = load_windows(scales, tile, first_col, N, C, COLS, GATE, BLOCK_N)
-        held = (windows, load_exceptions(scales, ranges, 0, BLOCK_N, C))
-    return held
+        return windows, load_exceptions(scales, ranges, 0, BLOCK_N, C)
+    else:
+        return load_plain(scales[0], tile, N, C, GATE, BLOCK_N)
 
 
 @gluon.jit
@@ -280,14 +315,17 @@ def patch_strip(
 
 
 @gluon.jit
-def decode_strip(
-    strip, csf, held, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
+def fill_strip(
+    strip, scales, held, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
     GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Decode what `load_scales` holds. Every warp must be done with the strip; ends with a barrier."""
-    store_windows(strip, held[0], COLS, GROUPS, GATE, BLOCK_N)
-    barrier()
-    patch_strip(strip, csf, held[1], ranges, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+    """Decode or copy what `load_scales` holds. Every warp must be done with the strip; ends with a barrier."""
+    if len(scales) == 4:
+        store_windows(strip, held[0], COLS, GROUPS, GATE, BLOCK_N)
+        barrier()
+        patch_strip(strip, scales, held[1], ranges, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+    else:
+        store_plain(strip, held, C, GROUPS, GATE, BLOCK_N)
     barrier()
 
 

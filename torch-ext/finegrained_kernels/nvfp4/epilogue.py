@@ -23,12 +23,15 @@ def scale_and_gate(
     """Sums times their globals; gated, [BLOCK_N, BLOCK_T] becomes [BLOCK_N / 2, BLOCK_T]."""
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
-    x_global = SHIFT
-    if x_global_ptr is not None:
-        x_global = gl.load(x_global_ptr + expert * strides[2]) * SHIFT
     first = gl.load(w_global_ptr + expert * strides[0])
+    second = gl.load(w_global_ptr + expert * strides[0] + strides[1]) if GATE else first
+    if x_global_ptr is None:  # a power of two: it may join the weights' global
+        x_global = 1.0
+        first *= SHIFT
+        second *= SHIFT
+    else:
+        x_global = gl.load(x_global_ptr + expert * strides[2]) * SHIFT
     if GATE:
-        second = gl.load(w_global_ptr + expert * strides[0] + strides[1])
         gate, up = gl.split(acc.reshape([BLOCK_N // 16, 2, 8, BLOCK_T]).permute([0, 2, 3, 1]))
         gate = gate.reshape([BLOCK_N // 2, BLOCK_T]) * first * x_global
         up = up.reshape([BLOCK_N // 2, BLOCK_T]) * second * x_global
@@ -41,7 +44,7 @@ def scale_and_gate(
 def store_values(values, out_ptr, targets_ptr, first, end, n_tile, num_rows, N: gl.constexpr):
     """Write a tile [BLOCK_N, BLOCK_T], already in the output's dtype, to its rows of out [S, N]."""
     BLOCK_N: gl.constexpr = values.shape[0]
-    LAYOUT: gl.constexpr = store_layout(BLOCK_N, 4, gl.num_warps())
+    LAYOUT: gl.constexpr = store_layout(BLOCK_N, 8 if values.shape[1] >= 64 else 4, gl.num_warps())
     cols = n_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     rows, ok = target_rows(targets_ptr, first, end, num_rows, gl.SliceLayout(0, LAYOUT), values.shape[1])
     mask = (cols < N)[:, None] & ok[None, :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional, cast
+from typing import Optional
 
 import torch
 import triton.language as tl
@@ -14,7 +14,7 @@ from ..device import cdiv, next_power_of_2, num_sms, on_device
 from ..launching import bind
 from .act_quant import expanded_operands, quantize_rows, quantized_operands
 from .arguments import Gemm, fault
-from .configs import Config, choose_config, reads_compressed, scaled_tile
+from .configs import Config, choose_config, comes_whole, reads_compressed, scaled_tile, strip_cols
 from .portable_gemm import portable_gemm_kernel
 from .reference import GROUP
 
@@ -173,16 +173,14 @@ def uses_scaled_kernel(gemm: Gemm) -> bool:
     return torch.cuda.get_device_capability(gemm.a.device)[0] in (10, 12)
 
 
-def scale_operands(scales: torch.Tensor | NVFP4CSFScales) -> tuple[torch.Tensor, ...]:
-    """Scales as the tensor-core kernels take them: pairs of bytes, or the four tensors of the compressed form."""
+def scale_operands(gemm: Gemm, config: Config) -> tuple[torch.Tensor, ...]:
+    """Scales as the tensor-core kernels take them: bytes in pairs or words, or the four tensors of the compressed
+    form."""
+    scales = gemm.b_scales
     if isinstance(scales, NVFP4CSFScales):
         return scales.bases, scales.codes.view(torch.int32), scales.exceptions, scales.exception_offsets
-    return (scales.view(torch.int16),)
-
-
-def dense_scales(gemm: Gemm) -> torch.Tensor:
-    """Their bytes, for kernels that read no compressed ones: `with_readable_scales` has decoded those."""
-    return cast(torch.Tensor, gemm.b_scales).view(torch.uint8)
+    whole = scales.ndim < 5 and comes_whole(config, gemm.depth, result_bytes(gemm))
+    return (scales.view(torch.int64 if whole else torch.int16),)
 
 
 def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments: tuple, constants: dict):
@@ -204,10 +202,16 @@ def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments:
         operands = permute_tokens(operands, groups)
     kernel = nvfp4_wgmma_kernel if config.warpgroup else nvfp4_gemm_kernel
     constants |= {"BLOCK_N": config.block_n, "GROUPS": groups, "BLOCK_T": config.block_t, "STAGES": config.num_stages}
-    arguments = (operands, x_global, gemm.b.view(torch.int64), scale_operands(gemm.b_scales), *arguments)
+    constants |= {"BLOCK_E": next_power_of_2(max(gemm.num_experts, 2)), "num_warps": config.num_warps}
+    if not config.warpgroup:
+        compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
+        constants["COLS"] = strip_cols(config, gemm.depth) if compressed else gemm.depth // GROUP
+    if config.max_registers:
+        constants["maxnreg"] = config.max_registers
+    arguments = (operands, x_global, gemm.b.view(torch.int64), scale_operands(gemm, config), *arguments)
     if is_tuning:
-        return kernel[(grid,)](*arguments, **constants, num_warps=config.num_warps)
-    return bind(kernel, **constants, num_warps=config.num_warps)((grid,), *arguments)
+        return kernel[(grid,)](*arguments, **constants)
+    return bind(kernel, **constants)((grid,), *arguments)
 
 
 def result_bytes(gemm: Gemm) -> int:

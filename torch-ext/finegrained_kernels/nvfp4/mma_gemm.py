@@ -13,12 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .csf_strip import (
-    decode_strip,
     exception_ranges,
+    fill_strip,
     load_scales,
     new_strip,
     prefetch_windows,
-    strip_cols,
     strip_pairs,
 )
 from .epilogue import store_tile
@@ -36,7 +35,7 @@ from .tiles import (
     weight_operand,
     word_values,
 )
-from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, row_swizzle, source_rows
+from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, has_strip, row_swizzle, source_rows
 
 
 @gluon.jit
@@ -83,25 +82,38 @@ def start_copies(
 
 
 @gluon.jit
+def first_scales(
+    scales, tile, ranges, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """What fills a tile's strip, if it has one, in registers; of slices, the first one's codes go to L2."""
+    held = ()
+    if has_strip(scales):
+        if COLS == C:
+            held = load_scales(scales, tile, ranges, 0, N, C, COLS, GATE, BLOCK_N)
+        else:
+            prefetch_windows(scales, tile, 0, N, C, COLS, GATE, BLOCK_N)
+    return held
+
+
+@gluon.jit
 def multiply(
     acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     """Unscaled sums of one tile: a ring of STAGES chunks, STAGES - 1 of them in flight."""
     C: gl.constexpr = K // 16
-    COMPRESSED: gl.constexpr = len(scales) == 4
     CHUNKS: gl.constexpr = (C + GROUPS - 1) // GROUPS
-    COLS: gl.constexpr = strip_cols(C, GROUPS) if COMPRESSED else C
     W: gl.constexpr = gl.num_warps()
     for first_col in range(0, C, COLS):
-        if COMPRESSED:
+        if has_strip(scales):
             part = held
             if COLS != C:
                 part = load_scales(scales, tile, ranges, first_col, N, C, COLS, GATE, BLOCK_N)
                 prefetch_windows(scales, tile, first_col + COLS, N, C, COLS, GATE, BLOCK_N)
             barrier()  # every warp is done with the strip
-            decode_strip(strip, scales, part, ranges, tile[3], first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+            fill_strip(strip, scales, part, ranges, tile[3], first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
         for chunk in range(first_col // GROUPS, (first_col + COLS + GROUPS - 1) // GROUPS):
             async_copy.wait_group(STAGES - 2)
             ahead = chunk + STAGES - 1
@@ -111,7 +123,7 @@ def multiply(
                     copy_weights(smem, w_ptr, scales, tile, ahead, stage, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
                     copy_tokens(x_smem, x_ptr, sources, ahead, stage, BLOCK_T, GROUPS, K)
             async_copy.commit_group()
-            if COMPRESSED:
+            if has_strip(scales):
                 scale_pairs = strip_pairs(strip, chunk - first_col // GROUPS, BLOCK_N, GROUPS, COLS)
             else:
                 scale_pairs = smem[1].index(chunk % STAGES).load(group_layout(BLOCK_N, GROUPS // 2, W))
@@ -127,9 +139,10 @@ def nvfp4_gemm_kernel(
     expert_start_ptr, expert_ids_ptr, gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr, SWIZZLED: gl.constexpr,
     X_GLOBAL_PER_ROW: gl.constexpr, ROUNDED: gl.constexpr, BLOCK_E: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
-    """scales: (pairs of scale bytes,), or (bases, words of codes, exceptions, exception offsets) if compressed.
+    """scales: (scale bytes in pairs,), or in words of 8 if a tile's come all at once; or compressed, and decoded COLS
+    columns at a time, (bases, words of codes, exceptions, exception offsets).
     strides: of w_global (expert, half), x_global (expert) and out_global (expert). swiglu: (alpha, limit).
     """
     W: gl.constexpr = gl.num_warps()
@@ -138,8 +151,7 @@ def nvfp4_gemm_kernel(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 4 * BLOCK_T, 4 * GROUPS], row_swizzle(4 * GROUPS, 8))
     w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
-    COLS: gl.constexpr = strip_cols(K // 16, GROUPS)
-    if len(scales) == 4:
+    if has_strip(scales):
         smem = (w_smem,)
         strip = new_strip(num_rows, BLOCK_N, COLS, GROUPS)
     else:
@@ -150,8 +162,7 @@ def nvfp4_gemm_kernel(
     if expert_ids_ptr is not None:
         row_tiles = num_rows
     elif expert_start_ptr is not None:
-        tile_ends = group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T)
-        row_tiles = gl.max(tile_ends, axis=0)
+        tile_ends, row_tiles = group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T)
     else:
         row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
 
@@ -161,25 +172,31 @@ def nvfp4_gemm_kernel(
         gl.program_id(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
     )
     ranges = exception_ranges(scales, tile, num_experts, N, K // 16, GATE, BLOCK_N)
+    sources = source_rows(tokens, gather_ptr, tile, num_sources)
+    held = first_scales(scales, clamped(tile, num_experts), ranges, N, K // 16, COLS, GATE, BLOCK_N)
+    if (gl.program_id(0) < num_tiles) & (tile[0] < num_experts):
+        start_copies(
+            x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
+            N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
+        )  # fmt: skip
     for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        sources = source_rows(tokens, gather_ptr, tile, num_sources)
-        held = ()
-        if COLS == K // 16:  # or else a slice at a time
-            held = load_scales(scales, clamped(tile, num_experts), ranges, 0, N, COLS, COLS, GATE, BLOCK_N)
-        if tile[0] < num_experts:
-            start_copies(
-                x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
-                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
-            )  # fmt: skip
         following = find_tile(
             gl.minimum(index + gl.num_programs(0), num_tiles - 1), tile_ends, expert_start_ptr, expert_ids_ptr,
             num_rows, num_experts, N_TILES, BLOCK_T,
         )  # fmt: skip
         following_ranges = exception_ranges(scales, following, num_experts, N, K // 16, GATE, BLOCK_N)
+        following_sources = source_rows(tokens, gather_ptr, following, num_sources)
         acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, mma_layout(W))
         if tile[0] < num_experts:
             acc = multiply(
                 acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
+                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES, COLS,
+            )  # fmt: skip
+        # Before this tile is stored, so that it is not memory that the next one's first products wait for.
+        held = first_scales(scales, clamped(following, num_experts), following_ranges, N, K // 16, COLS, GATE, BLOCK_N)
+        if (index + gl.num_programs(0) < num_tiles) & (following[0] < num_experts):
+            start_copies(
+                x_ptr, w_ptr, scales, following_sources, following, smem, x_smem,
                 N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
             )  # fmt: skip
         store_tile(
@@ -189,3 +206,4 @@ def nvfp4_gemm_kernel(
         )  # fmt: skip
         tile = following
         ranges = following_ranges
+        sources = following_sources

@@ -24,13 +24,13 @@ def larger_of_each(a, b, c, d):
 
 @gluon.jit
 def group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E: gl.constexpr, BLOCK_T: gl.constexpr):
-    """Row tiles up to and including every expert [BLOCK_E]; entry `num_experts` adds the rows of none."""
+    """(row tiles up to and including every expert [BLOCK_E], all row tiles: also those of the rows of none)."""
     offs = gl.arange(0, BLOCK_E, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    start = gl.load(expert_start_ptr + offs, mask=offs <= num_experts, other=0)
+    start = gl.load(expert_start_ptr + offs, mask=offs < num_experts, other=0)
     end = gl.load(expert_start_ptr + offs + 1, mask=offs < num_experts, other=0)
-    end = gl.where(offs == num_experts, num_rows, end)
-    tiles = (gl.maximum(end - start, 0) + BLOCK_T - 1) // BLOCK_T
-    return gl.associative_scan(tiles, 0, add)
+    tile_ends = gl.associative_scan((gl.maximum(end - start, 0) + BLOCK_T - 1) // BLOCK_T, 0, add)
+    of_none = gl.maximum(num_rows - gl.load(expert_start_ptr + num_experts), 0)
+    return tile_ends, gl.max(tile_ends, axis=0) + (of_none + BLOCK_T - 1) // BLOCK_T
 
 
 @gluon.jit
@@ -144,6 +144,12 @@ def copy_swizzled_scales(
     load_async(destination, scales_ptr + base + offsets, mask=mask)
 
 
+@gluon.constexpr_function
+def has_strip(scales) -> bool:
+    """Whether scales come to a strip of their own (csf_strip.py), and not through the ring."""
+    return len(scales) == 4 or scales[0].dtype.element_ty != gl.int16
+
+
 @gluon.jit
 def copy_weights(
     smem, w_ptr, scales, tile, chunk, stage, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr,
@@ -154,7 +160,7 @@ def copy_weights(
     W_COPY: gl.constexpr = copy_layout(GROUPS, 2, gl.num_warps())
     groups = gl.arange(0, GROUPS, gl.SliceLayout(0, W_COPY))
     copy_rows(smem[0].index(stage), w_ptr, groups, chunk * GROUPS, tile, N, C, GATE, BLOCK_N, W_COPY)
-    if len(scales) == 1:
+    if not has_strip(scales):
         S_COPY: gl.constexpr = copy_layout(GROUPS // 2, scale_vector(C, GROUPS, SWIZZLED), gl.num_warps())
         pairs = gl.arange(0, GROUPS // 2, gl.SliceLayout(0, S_COPY))
         destination = smem[1].index(stage)

@@ -21,8 +21,8 @@ from ..device import cdiv
 from ..launching import bind
 from .csf_strip import (
     STRIP_LIMIT,
-    decode_strip,
     exception_ranges,
+    fill_strip,
     load_exceptions,
     load_windows,
     new_strip,
@@ -112,8 +112,21 @@ def copy_chunk(
 
 
 @gluon.jit
+def fill_next(
+    next_strip, scales, windows, next_ranges, next_tile, N: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr,
+    GATE: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Decode the next tile's compressed scales, all at once; load them first where registers did not hold them."""
+    held = windows
+    if len(windows) == 0:
+        held = load_windows(scales, next_tile, 0, N, C, C, GATE, BLOCK_N)
+    exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
+    fill_strip(next_strip, scales, (held, exceptions), next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+
+
+@gluon.jit
 def multiply(
-    acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_n_tile,
+    acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_tile,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TWO_STRIPS: gl.constexpr,
 ):  # fmt: skip
@@ -170,24 +183,21 @@ def multiply(
                         exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
                     if chunk == NUM_CHUNKS - 1:
                         patch_strip(
-                            next_strip, scales, exceptions, next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N
+                            next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N
                         )
             acc, _ = hopper.warpgroup_mma_wait(1, deps=[acc, busy])  # what products read keeps its registers until then
             busy = left
     acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, busy])
     barrier()  # the next tile's copies overwrite what the other warpgroup's products read
     if not TWO_STRIPS and len(scales) == 4:
-        exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
-        decode_strip(
-            next_strip, scales, (windows, exceptions), next_ranges, next_n_tile, 0, N, C, C, GROUPS, GATE, BLOCK_N
-        )
+        fill_next(next_strip, scales, windows, next_ranges, next_tile, N, C, GROUPS, GATE, BLOCK_N)
     return acc
 
 
 @gluon.jit
 def tile_sums(
     x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip, windows, next_ranges,
-    next_n_tile, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
+    next_tile, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
     TWO_STRIPS: gl.constexpr,
 ):  # fmt: skip
@@ -201,16 +211,12 @@ def tile_sums(
         X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
         sources = gl.convert_layout(sources.reshape([2 * BLOCK_T]), gl.SliceLayout(1, X_COPY), assert_trivial=True)
         acc = multiply(
-            acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_n_tile,
+            acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_tile,
             N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, STAGES, TWO_STRIPS,
         )  # fmt: skip
     elif len(scales) == 4:
         barrier()
-        exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, K // 16)
-        decode_strip(
-            next_strip, scales, (windows, exceptions), next_ranges, next_n_tile, 0,
-            N, K // 16, K // 16, GROUPS, GATE, BLOCK_N,
-        )  # fmt: skip
+        fill_next(next_strip, scales, windows, next_ranges, next_tile, N, K // 16, GROUPS, GATE, BLOCK_N)
     return acc
 
 
@@ -232,7 +238,7 @@ def nvfp4_wgmma_kernel(
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     COMPRESSED: gl.constexpr = len(scales) == 4
     STRIP: gl.constexpr = BLOCK_N * strip_stride(C, GROUPS)
-    TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT and C > GROUPS
+    TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT and C > GROUPS and gl.num_warps() > 4
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2))
     w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
     if COMPRESSED:
@@ -246,8 +252,7 @@ def nvfp4_wgmma_kernel(
         next_strip = 0
     tile_ends = 0
     if expert_start_ptr is not None:
-        tile_ends = group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T)
-        row_tiles = gl.max(tile_ends, axis=0)
+        tile_ends, row_tiles = group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T)
     else:
         row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
 
@@ -258,9 +263,10 @@ def nvfp4_wgmma_kernel(
         ranges = exception_ranges(scales, first, num_experts, N, C, GATE, BLOCK_N)
         windows = load_windows(scales, first, 0, N, C, C, GATE, BLOCK_N)
         exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
-        decode_strip(strip, scales, (windows, exceptions), ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+        fill_strip(strip, scales, (windows, exceptions), ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
     for index in range(pid, row_tiles * N_TILES, gl.num_programs(0)):
         following = tile
+        source = tile
         next_ranges = ()
         next_windows = ()
         if COMPRESSED:
@@ -270,7 +276,8 @@ def nvfp4_wgmma_kernel(
             )  # fmt: skip
             source = clamped(following, num_experts)
             next_ranges = exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N)
-            next_windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
+            if gl.num_warps() > 4:  # with fewer, two programs share an SM, and have no registers to hold them
+                next_windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
         else:
             tile = find_tile(
                 index, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
@@ -280,7 +287,7 @@ def nvfp4_wgmma_kernel(
             if is_small == (part == 4):
                 sums = tile_sums(
                     x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip,
-                    next_windows, next_ranges, following[3], N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
+                    next_windows, next_ranges, source, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
                     STAGES, TWO_STRIPS,
                 )  # fmt: skip
                 store_tile(
