@@ -136,3 +136,27 @@ def test_bad_globals_are_named(quantize, bad):
 def test_empty_stacks(quantize):
     packed, scales, global_scale = quantize.nvfp4_quantize_two_level(torch.zeros(0, 16, 32))
     assert packed.shape == (0, 16, 16) and scales.shape == (0, 16, 2) and global_scale.shape == (0,)
+
+
+GLOBALS = [None, 0.01, 1.0, 0.1 * 2**-70, 0.3 * 2**70, 3e38, 1e-38, 3e-44, 0.0, -0.0, -0.01, float("inf"), float("nan")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("global_scale", GLOBALS, ids=str)
+def test_gpu_gives_the_cpus_bytes(quantize, global_scale):
+    """Every bf16 and fp16, beside others of their size and beside any, and float32 next to where a code changes."""
+    torch.manual_seed(1)
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    inputs = [values.view(-1, 256) for dtype in (torch.bfloat16, torch.float16) for values in (
+        bits.view(dtype), bits.view(dtype)[torch.randperm(1 << 16)])]  # fmt: skip
+    scale = 1.0 if global_scale is None else global_scale
+    amax = (torch.rand(1 << 18, 1) * 2000 + 4) * scale
+    step = quantize.nvfp4_act_quant(amax.expand(-1, 16).contiguous(), scale)[1].float() * scale
+    near = torch.cat([amax, step * (E2M1[1:] + E2M1[:-1]).float() / 2], -1)
+    near = torch.cat([near, -near], -1)
+    near = (near.view(torch.int32) + torch.randint(-2, 3, near.shape, dtype=torch.int32)).view(torch.float32)
+    for x in [*inputs, near.view(-1, 2048), inputs[0].float()]:
+        got, want = quantize.nvfp4_act_quant(x.cuda(), global_scale), quantize.nvfp4_act_quant(x, global_scale)
+        assert torch.equal(got[0].cpu(), want[0])
+        for got_scales, want_scales in zip(got[1:], want[1:], strict=True):
+            torch.testing.assert_close(got_scales.float().cpu(), want_scales.float(), rtol=0, atol=0, equal_nan=True)

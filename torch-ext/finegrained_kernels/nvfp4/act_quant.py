@@ -10,62 +10,117 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import next_power_of_2, on_device
+from ..device import cdiv, on_device
 from .reference import GROUP
-from .rounding import e2m1_code, e4m3_from_amax, e4m3_to_float, global_from_row_amax
+from .rounding import e2m1_from_value, e4m3_to_float, global_from_row_amax, scale_from_amax
+
+
+@triton.jit
+def load_blocks(ptrs, mask, start, K: tl.constexpr, BLOCK_K: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT blocks of BLOCK_K values from `start` on, a tuple, 0 outside: all are asked for before one is used."""
+    blocks = ()
+    for i in tl.static_range(COUNT):
+        k = start + i * BLOCK_K
+        blocks += (tl.load(ptrs + k, mask=within(mask, k, K, BLOCK_K), other=0.0),)
+    return blocks
+
+
+@triton.jit
+def within(mask, k, K: tl.constexpr, WIDTH: tl.constexpr):
+    """`mask` [rows, 1], and where the row's WIDTH columns from `k` on go past its end, only those before it."""
+    if K % WIDTH != 0:
+        mask = mask & (k + tl.arange(0, WIDTH) < K)[None, :]
+    return mask
 
 
 @triton.jit
 def quantize_rows_kernel(
     x_ptr, global_ptr, packed_ptr, scales_ptr, operand_ptr, row_index_ptr,
-    num_sources, K, global_stride,
-    IS_DYNAMIC: tl.constexpr, BLOCK_K: tl.constexpr,
+    num_rows, num_sources, global_stride,
+    K: tl.constexpr, IS_DYNAMIC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: its global (given, or from its own amax), scales and codes; stores packed or operand form."""
-    row = tl.program_id(0).to(tl.int64)
-    source = row
+    """BLOCK_R rows a program: their globals (given, or each from its row's amax), scales and codes; stores packed or
+    operand form. COUNT blocks are held in registers; rows longer than that are read twice for their own amax.
+    """
+    STEP: tl.constexpr = COUNT * BLOCK_K
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_output = rows < num_rows
+    sources = rows
     if row_index_ptr is not None:
-        source = tl.load(row_index_ptr + row).to(tl.int64)
-    depth = tl.where((source >= 0) & (source < num_sources), K, 0)
-    offs = tl.arange(0, BLOCK_K)
-    x = tl.load(x_ptr + source * K + offs, mask=offs < depth, other=0.0).to(tl.float32)
-    magnitude = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF).reshape(BLOCK_K // 16, 16)
-    amax = tl.max(magnitude, axis=1)  # of the bits: NaN is the largest
+        sources = tl.load(row_index_ptr + rows, mask=in_output, other=-1)
+    in_input = ((sources >= 0) & (sources < num_sources))[:, None]
+    x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+    blocks = load_blocks(x_ptrs, in_input, 0, K, BLOCK_K, COUNT)
     if IS_DYNAMIC:
-        global_scale = global_from_row_amax(tl.max(amax, axis=0).to(tl.float32, bitcast=True))
-        tl.store(global_ptr + row, global_scale)
+        DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+        IS_WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
+        BITS: tl.constexpr = tl.int32 if IS_WIDE else tl.int16
+        MAGNITUDE: tl.constexpr = 0x7FFFFFFF if IS_WIDE else 0x7FFF
+        largest = tl.zeros([BLOCK_R, BLOCK_K], BITS)  # of magnitudes' bits: NaN is the largest
+        for start in range(0, K, STEP):
+            if start > 0:
+                blocks = load_blocks(x_ptrs, in_input, start, K, BLOCK_K, COUNT)
+            for i in tl.static_range(COUNT):
+                largest = tl.maximum(largest, blocks[i].to(BITS, bitcast=True) & MAGNITUDE)
+        largest = tl.max(largest.reshape(BLOCK_R, BLOCK_K // 16, 16), axis=2)  # as groups are, so that nothing moves
+        amax = tl.max(largest, axis=1).to(BITS).to(DTYPE, bitcast=True).to(tl.float32)
+        global_scale = global_from_row_amax(amax)
+        tl.store(global_ptr + rows, global_scale, mask=in_output)
     else:
-        global_scale = tl.load(global_ptr + row * global_stride)
-    byte = e4m3_from_amax(amax.to(tl.float32, bitcast=True), global_scale)
-    scale = e4m3_to_float(byte)
-    code = e2m1_code(x.reshape(BLOCK_K // 16, 16), (scale * global_scale)[:, None])
-    if operand_ptr is not None:
-        magnitude = code & 7
-        value = tl.where(
-            magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2.0, magnitude * 2.0 - 8.0)
-        )
-        value = tl.where(code > 7, -value, value) * scale[:, None]
-        tl.store(operand_ptr + row * K + offs, value.reshape(BLOCK_K).to(tl.bfloat16), mask=offs < K)
-    else:
-        offs_c, offs_b = tl.arange(0, BLOCK_K // 16), tl.arange(0, BLOCK_K // 2)
-        tl.store(scales_ptr + row * (K // 16) + offs_c, byte.to(tl.uint8), mask=offs_c < K // 16)
-        low, high = tl.split(code.reshape(BLOCK_K // 2, 2))
-        tl.store(packed_ptr + row * (K // 2) + offs_b, (low | (high << 4)).to(tl.uint8), mask=offs_b < K // 2)
+        global_scale = tl.load(global_ptr + rows * global_stride, mask=in_output, other=1.0)
+    in_output, rows = in_output[:, None], rows.to(tl.int64)[:, None]
+    for start in range(0, K, STEP):
+        if STEP < K:
+            blocks = load_blocks(x_ptrs, in_input, start, K, BLOCK_K, COUNT)
+        for i in tl.static_range(COUNT):
+            quantize_block(
+                blocks[i], global_scale, packed_ptr, scales_ptr, operand_ptr, rows, in_output, start + i * BLOCK_K,
+                K, BLOCK_R, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit
-def expand_rows_kernel(packed_ptr, scales_ptr, operand_ptr, K, BLOCK_K: tl.constexpr):
-    """One packed row a program to its bf16 operands."""
-    row = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK_K)
-    mask = offs < K
-    byte = tl.load(packed_ptr + row * (K // 2) + offs // 2, mask=mask, other=0).to(tl.int32)
-    code = (byte >> ((offs % 2) * 4)) & 15
-    scale = e4m3_to_float(tl.load(scales_ptr + row * (K // 16) + offs // 16, mask=mask, other=0).to(tl.int32))
-    magnitude = code & 7
-    value = tl.where(magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2.0, magnitude * 2.0 - 8.0))
-    value = tl.where(code > 7, -value, value) * scale
-    tl.store(operand_ptr + row * K + offs, value.to(tl.bfloat16), mask=mask)
+def quantize_block(
+    x, global_scale, packed_ptr, scales_ptr, operand_ptr, rows, mask, k,
+    K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Columns [k, k + BLOCK_K) of `rows` int64 [BLOCK_R, 1], whose values are `x`: quantized and stored."""
+    groups = x.to(tl.float32).reshape(BLOCK_R, BLOCK_K // 16, 16)
+    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
+    global_scale = global_scale[:, None]
+    scale, byte = scale_from_amax(amax, global_scale)
+    number, code = e2m1_from_value(groups, (scale * global_scale)[:, :, None])
+    if operand_ptr is not None:
+        value = (number * scale[:, :, None]).reshape(BLOCK_R, BLOCK_K).to(tl.bfloat16)
+        offsets = rows * K + (k + tl.arange(0, BLOCK_K))[None, :]
+        tl.store(operand_ptr + offsets, value, mask=within(mask, k, K, BLOCK_K))
+    else:
+        offsets = rows * (K // 16) + (k // 16 + tl.arange(0, BLOCK_K // 16))[None, :]
+        tl.store(scales_ptr + offsets, byte.to(tl.uint8), mask=within(mask, k // 16, K // 16, BLOCK_K // 16))
+        low, high = tl.split(code.reshape(BLOCK_R, BLOCK_K // 2, 2))
+        offsets = rows * (K // 2) + (k // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
+        packed = (low | (high << 4)).to(tl.uint8)
+        tl.store(packed_ptr + offsets, packed, mask=within(mask, k // 2, K // 2, BLOCK_K // 2))
+
+
+@triton.jit
+def expand_rows_kernel(
+    packed_ptr, scales_ptr, operand_ptr, num_rows, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """A tile of packed rows to its bf16 operands."""
+    rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    in_output = rows < num_rows
+    k = tl.program_id(1) * BLOCK_K
+    offsets = rows * (K // 2) + (k // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
+    byte = tl.load(packed_ptr + offsets, mask=within(in_output, k // 2, K // 2, BLOCK_K // 2), other=0).to(tl.int32)
+    offsets = rows * (K // 16) + (k // 16 + tl.arange(0, BLOCK_K // 16))[None, :]
+    scale = tl.load(scales_ptr + offsets, mask=within(in_output, k // 16, K // 16, BLOCK_K // 16), other=0)
+    code = tl.join(byte, byte >> 4).reshape(BLOCK_R, BLOCK_K // 16, 16)
+    bits = ((code & 8) << 28) | ((code & 7) << 22)  # value * 2^-126, also where that is subnormal
+    value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    value = (value * e4m3_to_float(scale.to(tl.int32))[:, :, None]).reshape(BLOCK_R, BLOCK_K).to(tl.bfloat16)
+    offsets = rows * K + (k + tl.arange(0, BLOCK_K))[None, :]
+    tl.store(operand_ptr + offsets, value, mask=within(in_output, k, K, BLOCK_K))
 
 
 def quantize_rows(
@@ -103,11 +158,18 @@ def expanded_operands(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
     operands = packed.new_empty(rows, depth, dtype=torch.bfloat16)
     if rows:
         with on_device(packed.device):
-            expand_rows_kernel[(rows,)](
-                packed.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8), operands, depth,
-                BLOCK_K=next_power_of_2(depth),
+            tile = row_tile(depth)
+            expand_rows_kernel[(cdiv(rows, tile["BLOCK_R"]), cdiv(depth, tile["BLOCK_K"]))](
+                packed.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8), operands, rows,
+                K=depth, **tile,
             )  # fmt: skip
     return operands
+
+
+def row_tile(depth: int) -> dict[str, int]:
+    """Rows and k of a block: 8 values a thread of 4 warps, and at most an eighth of its k beyond the rows' end."""
+    block_k = next(width for width in (1024 >> i for i in range(7)) if cdiv(depth, width) * width * 8 <= depth * 9)
+    return {"BLOCK_R": 1024 // block_k, "BLOCK_K": block_k}
 
 
 def _launch(x, global_scale, is_dynamic: bool, packed=None, scales=None, operands=None, row_index=None) -> None:
@@ -115,8 +177,10 @@ def _launch(x, global_scale, is_dynamic: bool, packed=None, scales=None, operand
     if not rows:
         return
     with on_device(x.device):
-        quantize_rows_kernel[(rows,)](
+        tile = row_tile(depth)
+        blocks = cdiv(depth, tile["BLOCK_K"])
+        quantize_rows_kernel[(cdiv(rows, tile["BLOCK_R"]),)](
             x.contiguous(), global_scale, packed, None if scales is None else scales.view(torch.uint8), operands,
-            row_index, x.shape[0], depth, 0 if global_scale.numel() == 1 else 1,
-            IS_DYNAMIC=is_dynamic, BLOCK_K=next_power_of_2(depth),
+            row_index, rows, x.shape[0], 0 if global_scale.numel() == 1 else 1,
+            K=depth, IS_DYNAMIC=is_dynamic, COUNT=max(n for n in range(1, 9) if blocks % n == 0), **tile,
         )  # fmt: skip

@@ -5,13 +5,12 @@ from __future__ import annotations
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from .rounding import e2m1_code, e4m3_from_amax, e4m3_to_float, gated_product
+from .rounding import e2m1_from_value, gated_product, scale_from_amax
 from .tiles import store_layout
 from .weight_ring import source_rows
 
-gl_e4m3_from_amax = gluon.jit(e4m3_from_amax.fn)
-gl_e4m3_to_float = gluon.jit(e4m3_to_float.fn)
-gl_e2m1_code = gluon.jit(e2m1_code.fn)
+gl_scale_from_amax = gluon.jit(scale_from_amax.fn)
+gl_e2m1_from_value = gluon.jit(e2m1_from_value.fn)
 gl_gated_product = gluon.jit(gated_product.fn)
 
 
@@ -75,10 +74,9 @@ def store_quantized(
     groups = gl.convert_layout(values, ROWS).to(gl.float32).reshape([BLOCK_N // 16, 16, BLOCK_T])
     magnitude = groups.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     amax = gl.max(magnitude, axis=1).to(gl.float32, bitcast=True)  # of the bits: NaN is the largest
-    byte = gl_e4m3_from_amax(amax, gl.full_like(amax, 0.0) + global_scale)
-    step = gl_e4m3_to_float(byte) * global_scale
-    step = gl.convert_layout(step.expand_dims(1), groups.type.layout)
-    code = gl_e2m1_code(groups, step.broadcast_to([BLOCK_N // 16, 16, BLOCK_T]))
+    scale, byte = gl_scale_from_amax(amax, gl.full_like(amax, 0.0) + global_scale)
+    step = gl.convert_layout((scale * global_scale).expand_dims(1), groups.type.layout)
+    _, code = gl_e2m1_from_value(groups, step)
     low, high = gl.split(code.reshape([BLOCK_N // 2, 2, BLOCK_T]).permute([0, 2, 1]))
 
     B_LAYOUT: gl.constexpr = store_layout(BLOCK_N // 2, 4, gl.num_warps())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounding import e2m1_code, e4m3_from_amax, e4m3_to_float, gated_product
+from .rounding import e2m1_from_value, e4m3_to_float, gated_product, scale_from_amax
 
 
 @triton.jit
@@ -80,8 +80,8 @@ def store_quantized(values, out_ptr, out_scales_ptr, global_scale, rows, ok, col
     BLOCK_N: tl.constexpr = values.shape[1]
     groups = values.to(tl.float32).reshape(BLOCK_T, BLOCK_N // 16, 16)
     amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)  # of the bits: NaN is the largest
-    byte = e4m3_from_amax(amax.to(tl.float32, bitcast=True), global_scale)
-    code = e2m1_code(groups, (e4m3_to_float(byte) * global_scale)[:, :, None])
+    scale, byte = scale_from_amax(amax.to(tl.float32, bitcast=True), global_scale)
+    _, code = e2m1_from_value(groups, (scale * global_scale)[:, :, None])
     low, high = tl.split(code.reshape(BLOCK_T, BLOCK_N // 2, 2))
     rows = rows.to(tl.int64)[:, None]
     packed_cols = (cols // 2 + tl.arange(0, BLOCK_N // 2))[None, :]

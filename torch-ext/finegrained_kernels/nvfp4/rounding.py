@@ -1,6 +1,6 @@
-"""The law of quantize.py as elementwise Triton: the same float32 operations, in the same order, to the bit.
+"""The law of quantize.py as elementwise Triton: the same results to the bit, for every float32.
 
-Written once for both dialects: mma_gemm.py compiles the same source as Gluon functions. Rounding is done on the bits,
+Written once for both dialects: mma_gemm.py compiles the same source as Gluon functions. Rounding is float32 addition,
 so that no device's conversion instruction decides a tie, a saturation or a NaN.
 """
 
@@ -11,16 +11,29 @@ import triton.language as tl
 
 
 @triton.jit
-def e4m3_from_amax(amax, global_scale):
-    """Scale byte (int32) of a 16-group whose largest magnitude is `amax`."""
+def nearest_even(value, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """(float32 `value` >= 0 rounded to MANTISSA bits, and its code as a number of that format, int32); NaN stays NaN.
+
+    Added to a power of two whose ulp is the format's step at `value`, it is rounded, and leaves how many steps it has
+    in the low bits of the sum.
+    """
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    exponent = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, (127 + MIN_EXPONENT) << 23)
+    power = exponent + (DROPPED << 23)
+    rounded = value + power.to(tl.float32, bitcast=True)
+    steps = rounded.to(tl.int32, bitcast=True) - power
+    code = steps + (exponent >> DROPPED) - ((127 + MIN_EXPONENT) << MANTISSA)
+    return rounded - power.to(tl.float32, bitcast=True), code
+
+
+@triton.jit
+def scale_from_amax(amax, global_scale):
+    """(scale, its E4M3 byte as int32) of 16-groups whose largest magnitude is `amax`."""
     ratio = tl.div_rn(amax, global_scale * 6.0)
     ratio = tl.where(ratio < 0.001953125, 0.001953125, ratio)  # comparisons, not min and max: NaN must stay
     ratio = tl.where(ratio > 448.0, 448.0, ratio)
-    bits = ratio.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    subnormal = (ratio + 16384.0).to(tl.int32, bitcast=True) & 15  # an ulp of 2^14 is 2^-9, the subnormal step
-    byte = tl.where(ratio < 0.015625, subnormal, normal)
-    return tl.where(ratio != ratio, 0x7F, byte)
+    scale, byte = nearest_even(ratio, -6, 3)
+    return scale, tl.where(ratio != ratio, 0x7F, byte)
 
 
 @triton.jit
@@ -32,13 +45,25 @@ def e4m3_to_float(byte):
 
 
 @triton.jit
-def e2m1_code(value, step):
-    """4-bit code (int32) of float32 `value` in units of `step`, nearest even, saturating."""
-    bits = value.to(tl.int32, bitcast=True)
-    q = tl.div_rn((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), step)
-    code = (q > 0.25).to(tl.int32) + (q >= 0.75).to(tl.int32) + (q > 1.25).to(tl.int32) + (q >= 1.75).to(tl.int32)
-    code += (q > 2.5).to(tl.int32) + (q >= 3.5).to(tl.int32) + (q > 5.0).to(tl.int32)
-    return code | ((bits >> 28) & 8)
+def e2m1_from_value(value, step):
+    """(E2M1 number as float32, its code as int32) nearest to float32 `value` in units of its group's `step`; saturates.
+
+    `step` is NaN where a group has one. A correctly rounded reciprocal a group, and from it by two fused operations a
+    value's correctly rounded quotient, if nothing on the way is subnormal or overflows: hence `power`. An infinite, NaN
+    or negative step makes every code 0; one of 0 every code 7 but that of 0.
+    """
+    power = tl.where(step < 5.421010862427522e-20, 7.922816251426434e28, 1.0)  # below 2^-64: 2^96
+    power = tl.where(step > 1.8446744073709552e19, 1.262177448353619e-29, power)  # above 2^64: 2^-96
+    bits = step.to(tl.int32, bitcast=True)
+    is_finite = (bits >= 0) & (bits < 0x7F800000)
+    divisor = tl.where(is_finite & (bits > 0), step * power, 8.673617379884035e-19)  # 2^-60
+    inverse = tl.div_rn(1.0, divisor)
+    magnitude = tl.minimum(tl.abs(value) * power, tl.where(is_finite, divisor * 6.0, 0.0))
+    quotient = magnitude * inverse
+    quotient = tl.fma(tl.fma(quotient, -divisor, magnitude), inverse, quotient)
+    rounded, code = nearest_even(quotient, 0, 1)
+    sign = value.to(tl.int32, bitcast=True) & -0x80000000
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), code | ((sign >> 28) & 8)
 
 
 @triton.jit
