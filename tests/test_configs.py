@@ -66,6 +66,13 @@ def test_rows_of_whole_words_are_read_compressed_until_they_are_too_long(configs
     assert not configs.reads_compressed(16000)
 
 
+def test_a_tile_for_rows_that_no_strip_takes_is_refused(configs):
+    tile = configs.Config(64, 128, 64, 4, 4, 1, warpgroup=True)
+    with pytest.raises(ValueError, match="K: expected rows whose scales fit in 49152 bytes, got 16000"):
+        configs.with_strip(tile, 16000)
+    assert configs.with_strip(configs.Config(64, 128, 8, 4, 3, 3), 16000).block_n == 32
+
+
 def test_every_tile_gets_its_shared_memory(configs, tiles):
     """Nothing is declared that may not be, all fits an SM, and what is beyond 48 KB is asked for: which Triton does if
     its own part is more than that, be it the ring alone, or with all that results take as they are rearranged."""

@@ -93,9 +93,12 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
 
     Triton asks for more than 48 KB a program only if its own shared memory is more, so a deeper ring makes it so. Its
     own is the ring and, as results are rearranged, up to `result_bytes` for every weight row and routed row of a tile.
+    Raises ValueError where no tile is narrow enough (`reads_compressed` is False): Triton would end the process.
     """
     while strip_bytes(config, depth) > MAX_STRIP_BYTES:
         rows = config.block_n // 2
+        if rows < (64 if config.warpgroup else 16):
+            raise ValueError(f"K: expected rows whose scales fit in {MAX_STRIP_BYTES} bytes, got {depth} for {config}")
         warps = max(4, config.num_warps // 2) if config.warpgroup else min(config.num_warps, rows // 16)
         config = replace(config, block_n=rows, num_warps=warps)
     stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2

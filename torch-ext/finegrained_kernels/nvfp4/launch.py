@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional
+from typing import Optional, cast
 
 import torch
 import triton.language as tl
@@ -181,6 +181,11 @@ def scale_operands(gemm: Gemm, config: Config) -> tuple[torch.Tensor, ...]:
         return scales.bases, scales.codes.view(torch.int32), scales.exceptions, scales.exception_offsets
     whole = scales.ndim < 5 and comes_whole(config, gemm.depth, result_bytes(gemm))
     return (scales.view(torch.int64 if whole else torch.int16),)
+
+
+def dense_scales(gemm: Gemm) -> torch.Tensor:
+    """Their bytes, for kernels that read no compressed ones: `with_readable_scales` has decoded those."""
+    return cast(torch.Tensor, gemm.b_scales).view(torch.uint8)
 
 
 def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments: tuple, constants: dict):
