@@ -89,7 +89,10 @@ def quantize_block(
     amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
     global_scale = global_scale[:, None]
     scale, byte = scale_from_amax(amax, global_scale)
-    number, code = e2m1_from_value(groups, (scale * global_scale)[:, :, None])
+    sign = groups.to(tl.int32, bitcast=True)
+    if x.dtype == tl.float16:
+        sign = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).reshape(BLOCK_R, BLOCK_K // 16, 16)
+    number, code = e2m1_from_value(groups, sign, (scale * global_scale)[:, :, None])
     if operand_ptr is not None:
         value = (number * scale[:, :, None]).reshape(BLOCK_R, BLOCK_K).to(tl.bfloat16)
         offsets = rows * K + (k + tl.arange(0, BLOCK_K))[None, :]

@@ -76,7 +76,7 @@ def store_quantized(
     amax = gl.max(magnitude, axis=1).to(gl.float32, bitcast=True)  # of the bits: NaN is the largest
     scale, byte = gl_scale_from_amax(amax, gl.full_like(amax, 0.0) + global_scale)
     step = gl.convert_layout((scale * global_scale).expand_dims(1), groups.type.layout)
-    _, code = gl_e2m1_from_value(groups, step)
+    _, code = gl_e2m1_from_value(groups, groups.to(gl.int32, bitcast=True), step)
     low, high = gl.split(code.reshape([BLOCK_N // 2, 2, BLOCK_T]).permute([0, 2, 1]))
 
     B_LAYOUT: gl.constexpr = store_layout(BLOCK_N // 2, 4, gl.num_warps())

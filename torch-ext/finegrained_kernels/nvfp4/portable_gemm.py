@@ -81,7 +81,7 @@ def store_quantized(values, out_ptr, out_scales_ptr, global_scale, rows, ok, col
     groups = values.to(tl.float32).reshape(BLOCK_T, BLOCK_N // 16, 16)
     amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)  # of the bits: NaN is the largest
     scale, byte = scale_from_amax(amax.to(tl.float32, bitcast=True), global_scale)
-    _, code = e2m1_from_value(groups, (scale * global_scale)[:, :, None])
+    _, code = e2m1_from_value(groups, groups.to(tl.int32, bitcast=True), (scale * global_scale)[:, :, None])
     low, high = tl.split(code.reshape(BLOCK_T, BLOCK_N // 2, 2))
     rows = rows.to(tl.int64)[:, None]
     packed_cols = (cols // 2 + tl.arange(0, BLOCK_N // 2))[None, :]

@@ -45,8 +45,9 @@ def e4m3_to_float(byte):
 
 
 @triton.jit
-def e2m1_from_value(value, step):
+def e2m1_from_value(value, sign, step):
     """(E2M1 number as float32, its code as int32) nearest to float32 `value` in units of its group's `step`; saturates.
+    `sign`: bit 31 of int32 is the value's, be it a NaN's too, of which conversions to float32 may lose it.
 
     `step` is NaN where a group has one. A correctly rounded reciprocal a group, and from it by two fused operations a
     value's correctly rounded quotient, if nothing on the way is subnormal or overflows: hence `power`. An infinite, NaN
@@ -62,7 +63,7 @@ def e2m1_from_value(value, step):
     quotient = magnitude * inverse
     quotient = tl.fma(tl.fma(quotient, -divisor, magnitude), inverse, quotient)
     rounded, code = nearest_even(quotient, 0, 1)
-    sign = value.to(tl.int32, bitcast=True) & -0x80000000
+    sign = sign & -0x80000000
     return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), code | ((sign >> 28) & 8)
 
 
