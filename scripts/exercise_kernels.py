@@ -30,6 +30,7 @@ GEMMS = [  # op, output columns, K, tokens, options
     ("grouped", 48, 4096, 5, {"activation_format": "bf16", "gate": True, "compressed": True}),  # decoded in slices
     ("grouped", 80, 384, 150, {"activation_format": "bf16", "gate": True, "compressed": True}),  # warpgroup tiles
     ("2d", 48, 192, 3, {"compressed": True}),  # decoded into memory
+    ("grouped", 80, 384, 9, {"activation_format": "bf16", "gate": True}),  # scales of short rows, a tile at a time
 ]
 
 

@@ -83,10 +83,10 @@ def word_vector(words: int) -> int:
 
 
 @gluon.constexpr_function
-def exception_block(BLOCK_N: int, C: int, num_warps: int) -> int:
-    """Exceptions held in registers: 1.25 % of a tile's scales; what is beyond is loaded when its turn comes."""
+def exception_block(BLOCK_N: int, COLS: int, num_warps: int) -> int:
+    """Exceptions held in registers: 1.25 % of a slice's scales; what is beyond is loaded when its turn comes."""
     block = 32 * num_warps
-    while block < BLOCK_N * C // 80:
+    while block < BLOCK_N * COLS // 80:
         block *= 2
     return block
 
@@ -233,10 +233,10 @@ def prefetch_windows(
 
 
 @gluon.jit
-def load_exceptions(csf, ranges, begin, BLOCK_N: gl.constexpr, C: gl.constexpr):
+def load_exceptions(csf, ranges, begin, BLOCK_N: gl.constexpr, COLS: gl.constexpr):
     """(exception words, half, whether they exist) from place `begin` of a tile's exceptions, gate before up."""
     index = begin + gl.arange(
-        0, exception_block(BLOCK_N, C, gl.num_warps()), gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        0, exception_block(BLOCK_N, COLS, gl.num_warps()), gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     )
     first = ranges[1] - ranges[0]
     half = (index >= first).to(gl.int32)
@@ -253,7 +253,7 @@ def load_scales(
     """What `fill_strip` needs of a slice, in registers."""
     if len(scales) == 4:
         windows = load_windows(scales, tile, first_col, N, C, COLS, GATE, BLOCK_N)
-        return windows, load_exceptions(scales, ranges, 0, BLOCK_N, C)
+        return windows, load_exceptions(scales, ranges, 0, BLOCK_N, COLS)
     else:
         return load_plain(scales[0], tile, N, C, GATE, BLOCK_N)
 
@@ -310,7 +310,7 @@ def patch_strip(
     store_exceptions(strip, exceptions, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
     BLOCK_X: gl.constexpr = exceptions[0].shape[0]
     for begin in range(BLOCK_X, ranges[1] - ranges[0] + ranges[3] - ranges[2], BLOCK_X):
-        late = load_exceptions(csf, ranges, begin, BLOCK_N, C)
+        late = load_exceptions(csf, ranges, begin, BLOCK_N, COLS)
         store_exceptions(strip, late, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
 
 
