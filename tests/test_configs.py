@@ -103,6 +103,27 @@ def test_tuned_tiles_of_compressed_scales_run_as_they_were_tuned(configs):
                 ] == []
 
 
+def test_every_call_is_summed_in_one_order_and_occupies_the_device(configs, monkeypatch):
+    """Whatever falls back to the default, dense and compressed scales fall back alike; and tiles that are too few to
+    occupy the device are nobody's choice where smaller ones exist."""
+    sms = 132
+    monkeypatch.setattr(configs, "num_sms", lambda device: sms)
+    monkeypatch.setattr(configs.torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(configs.torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    shapes = {(rows, depth) for rows, depth, _ in configs.load_table("NVIDIA H200")} | {(96, 384), (8192, 640)}
+    counts = itertools.product((1, 8, 15, 16, 17, 64, 128, 512, 4096, 131_072), (1, 3, 8, 128, 512))
+    for (weight_rows, depth), (rows, experts) in itertools.product(shapes, counts):
+        call = (weight_rows, depth, rows, experts)
+        dense, compressed = (
+            configs.choose_config.__wrapped__(None, *call, 2, is_compressed) for is_compressed in (False, True)
+        )
+        orders = {(config.block_k, config.warpgroup) for config in (dense, compressed)}
+        assert len(orders) == 1, (call, dense, compressed)
+        if configs.num_tiles(dense, *call[:1], *call[2:]) < sms:
+            default = configs.default_config(*call, sms, True)
+            assert dense == default, (call, dense)
+
+
 def test_tiles_are_changed_only_where_they_must_be(configs, tiles):
     for depth, config in itertools.product(DEPTHS, tiles):
         if not configs.reads_compressed(depth):

@@ -141,7 +141,7 @@ def choose_config(
     if entries:
         fitting = [config for rows, config in entries if rows <= num_rows / num_experts]
         config = fitting[-1] if fitting else entries[0][1]
-    if config is None or (config.warpgroup and num_tiles(config, weight_rows, num_rows, num_experts) < sms):
+    if config is None or num_tiles(config, weight_rows, num_rows, num_experts) < sms:
         config = default_config(weight_rows, depth, num_rows, num_experts, sms, is_hopper)
     return with_strip(config, depth, result_bytes) if compressed else config
 
