@@ -33,6 +33,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN = "<!-- benchmarks/report.py writes from here, out of benchmarks/results -->\n"
 END = "<!-- to here -->\n"
 
+TIMELINE_TOKENS = 8192
 STACK_HEADER = "whole stack decoded | exceptions | warm, us | of the roof | cold, us | of the roof"
 
 
@@ -226,8 +227,16 @@ def moe_layer() -> str:
         for variant in ("staged", "prefetched", "fused"):
             ratios = [row.over_baseline for c in cases for row in table.select(case=c, variant=variant)]
             added.append(f"{variant} {change(min(ratios))} to {change(max(ratios))}")
+        timeline = {
+            name: table.one(case=cases[0], variant=f"timeline_{name}", tokens=TIMELINE_TOKENS).us
+            for name in ("expansion", "exposed", "attention_loss")
+        }
         text = f"""In a stack of {layers} such layers with attention before each, warm, prefill and decode, over dense
-            scales: {", ".join(added)}. Prefetched decodes on a side stream, while attention runs."""
+            scales: {", ".join(added)}. Prefetched decodes every expert on a side stream, while attention runs, which
+            decode is too short for: left to itself, `moe_forward` does not. By the GPU's timeline, of
+            {TIMELINE_TOKENS:,} tokens, the {timeline["expansion"]:.0f} us of decoding are all but
+            {timeline["exposed"]:.0f} over when they are needed, and cost attention
+            {timeline["attention_loss"]:.0f}."""
         written += "\n" + paragraph(text)
         written += image(f"moe_stack_{model}_{kind}", "Time of layers with attention by strategy, over tokens")
     return written

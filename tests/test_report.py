@@ -150,6 +150,8 @@ def test_what_is_drawn_once_there_are_results(tmp_path, monkeypatch):
     fabricated(tmp_path / "nvfp4_gemm.csv", gemms)
     stack = [(f"qwen_{p}_4_w4a16", v, n, 220.0) for p in ("prefill", "decode") for n in (8, 64) for v in VARIANTS]
     stack += [("qwen_decode_4_w4a16", v, n, 210.0) for n in (8, 64) for v in ("prefetched_2", "default")]
+    timeline = {"timeline_expansion": 420.0, "timeline_exposed": 1.0, "timeline_attention_loss": 270.0}
+    stack += [("qwen_prefill_4_w4a16", name, report.TIMELINE_TOKENS, us) for name, us in timeline.items()]
     fabricated(tmp_path / "moe_layer.csv", stack, ("warm",))
     model = [("prefill_2048", 2048, 40_960.0, "eager"), ("decode_8", 8, 8_000.0, "graph")]
     for case, tokens, us, condition in model:
@@ -170,6 +172,7 @@ def test_what_is_drawn_once_there_are_results(tmp_path, monkeypatch):
     assert "| 512 experts, 2560 x 640 | 4,096 | 8,392.0 | 4,196.0 (2.00 x) | 4,196.0 (2.00 x) |" in text
     assert "| one, 4096 x 4096 | 16 | 30.0 | 20.0 (1.50 x) |  |" in text
     assert "4 such layers with attention before each" in text and "staged +10 % to +10 %" in " ".join(text.split())
+    assert "of 8,192 tokens, the 420 us of decoding are all but 1 over when they are needed" in " ".join(text.split())
     assert "| decode, batch of 8, graph | 1,000 | 1,000 (+0 %) | 1,000 (+0 %) | 1,000 (+0 %) |" in text
     assert "24 layers of 512 experts" in text and "| allocated in all, GB | 40.00 |" in text
     shown = set(re.findall(r"\w+\.svg", text + (ROOT / "docs" / "performance-log.md").read_text()))
