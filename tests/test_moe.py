@@ -256,6 +256,32 @@ def test_experts_that_do_not_fit_together(bundle):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(experts, **change)
     assert staged.scratch_size == make_scratch(dense).numel() and dense.scratch_size == 0
+    gate_up_global = dense.gate_up_global
+    for error, change, message in (
+        (TypeError, {"gate_up_global": None}, "gate_up_global must be torch.float32, got NoneType"),
+        (TypeError, {"gate_up_global": gate_up_global.double()}, "gate_up_global must be .*, got torch.float64"),
+        (ValueError, {"gate_up_global": gate_up_global[:-1]}, "gate_up_global must have one of the shapes"),
+        (ValueError, {"down_global": gate_up_global}, "down_global must have one of the shapes"),
+        (ValueError, {"down_global": dense.down_global.to("meta")}, "down_global must be on cpu .* got meta"),
+        (ValueError, {"down_input_global": gate_up_global[:, :1]}, "down_input_global must have one of the shapes"),
+        (TypeError, {"down": dense.down.int()}, "down must be torch.uint8 or torch.int8, got torch.int32"),
+        (TypeError, {"down_scales": dense.down_scales.float()}, "down_scales must be torch.float8_e4m3fn"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            dataclasses.replace(dense, **change)
+    assert dense != dataclasses.replace(dense) and [dense, staged].index(staged) == 1
+    odd = {"gate_up": dense.gate_up[:, :96], "gate_up_scales": dense.gate_up_scales[:, :96]}
+    odd |= {"down": dense.down[:, :, :24], "down_scales": dense.down_scales[:, :, :3]}
+    with pytest.raises(ValueError, match="multiples of 32, got hidden size 256, intermediate size 48"):
+        dataclasses.replace(dense, **odd)
+
+
+@pytest.mark.parametrize("activation_format", [None, "bf16"])
+def test_results_have_no_gradient(bundle, activation_format):
+    """A CPU could make up one, wrong where activations are quantized; kernels make none."""
+    hidden, index, weights = make_call("cpu", 3, 2)
+    call = (hidden.requires_grad_(), index, weights.requires_grad_())
+    assert not bundle.moe_forward(make_experts(bundle, "cpu"), *call, activation_format=activation_format).requires_grad
 
 
 @every_device

@@ -299,6 +299,9 @@ def test_what_the_prefetcher_refuses(bundle):
         prefetcher.prefetch(1, 3, "staged")
     with pytest.raises(RuntimeError, match="layer 0 is prefetched, got a call of layer 1"):
         prefetcher.forward(1, *call, **options)
+    for beyond in (-1, 4):
+        with pytest.raises(IndexError, match=f"i_layer must be 0 to 3, got {beyond}"):
+            prefetcher.prefetch(beyond, 3, "staged")
     for other in (2, 3):  # these read no scratch, and are in nobody's way
         assert prefetcher.prefetch(other, 3, "staged") is False
         assert torch.equal(prefetcher.forward(other, *call, **options), expected)

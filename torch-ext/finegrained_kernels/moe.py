@@ -28,6 +28,14 @@ Scales = Union[torch.Tensor, NVFP4CSFScales]
 
 STRATEGIES = ("staged", "fused")
 
+PACKED, GLOBAL = (torch.uint8, torch.int8), (torch.float32,)
+FIELD_DTYPES = {
+    **{"gate_up": PACKED, "down": PACKED},
+    **{"gate_up_scales": (torch.float8_e4m3fn, torch.uint8), "down_scales": (torch.float8_e4m3fn, torch.uint8)},
+    **{"gate_up_global": GLOBAL, "down_global": GLOBAL, "gate_up_input_global": GLOBAL, "down_input_global": GLOBAL},
+}
+"""What the tensors of `NVFP4Experts` may be."""
+
 FUSED_MAX_TOKENS = 8192
 """Most tokens of a call whose compressed scales are read in the GEMMs by default (`choose_strategy`)."""
 
@@ -51,7 +59,7 @@ def is_batched(num_rows: int) -> bool:
     return num_rows <= BATCHED_MAX_ROWS
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class NVFP4Experts:
     """Weights of `E` experts with hidden size `H` and intermediate size `I`, ready for `moe_forward`.
 
@@ -68,7 +76,8 @@ class NVFP4Experts:
             never run at the same time may share one. None allocates at every call.
 
     Raises:
-        ValueError: shapes that do not fit together, or a scratch that is too small or elsewhere; names the tensor.
+        ValueError, TypeError: shapes that do not fit together, dtypes, devices, or a scratch that is too small; names
+            the tensor.
     """
 
     gate_up: torch.Tensor
@@ -92,6 +101,20 @@ class NVFP4Experts:
         for name, shape in expected.items():
             if tuple(getattr(self, name).shape) != shape:
                 raise ValueError(f"{name} must have shape {shape}, got {tuple(getattr(self, name).shape)}")
+        if hidden_size % 32 or intermediate_size % 32:
+            sizes = f"hidden size {hidden_size}, intermediate size {intermediate_size}"
+            raise ValueError(f"gate_up and down must have sizes that are multiples of 32, got {sizes}")
+        for name, dtypes in FIELD_DTYPES.items():
+            self._check_tensor(name, dtypes)
+        for name, shapes in {
+            "gate_up_global": ((num_experts,), (num_experts, 1), (num_experts, 2)),
+            "down_global": ((num_experts,), (num_experts, 1)),
+            "gate_up_input_global": ((), (1,), (num_experts,)),
+            "down_input_global": ((), (1,), (num_experts,)),
+        }.items():
+            value = getattr(self, name)
+            if value is not None and tuple(value.shape) not in shapes:
+                raise ValueError(f"{name} must have one of the shapes {shapes}, got {tuple(value.shape)}")
         scratch = self.scratch
         if scratch is not None and (scratch.dtype != torch.uint8 or scratch.device != self.gate_up.device):
             device = self.gate_up.device
@@ -100,6 +123,19 @@ class NVFP4Experts:
             raise ValueError(
                 f"scratch must be contiguous and hold {self.scratch_size} bytes, got shape {tuple(scratch.shape)}"
             )
+
+    def _check_tensor(self, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+        value, device = getattr(self, name), self.gate_up.device
+        if value is None and name.endswith("input_global"):
+            return
+        if isinstance(value, NVFP4CSFScales):
+            if value.device != device:
+                raise ValueError(f"{name} must be on {device} like gate_up, got {value.device}")
+        elif not isinstance(value, torch.Tensor) or value.dtype not in dtypes:
+            got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {got}")
+        elif value.device != device:
+            raise ValueError(f"{name} must be on {device} like gate_up, got {value.device}")
 
     @property
     def num_experts(self) -> int:
@@ -172,7 +208,8 @@ def moe_forward(
     strategy: str | None = None,
     scales_expanded: bool = False,
 ) -> torch.Tensor:
-    """`sum over k of weight * down(silu(gate(x)) * up(x))` for each token, over its experts.
+    """`sum over k of weight * down(silu(gate(x)) * up(x))` for each token, over its experts. Inference only: the result
+    carries no gradient.
 
     Args:
         experts: the layer's weights.
@@ -181,8 +218,9 @@ def moe_forward(
         top_k_weights: floating point `[M, top_k]`.
         activation_format: None for W4A4, "bf16" for W4A16.
         swiglu_alpha, swiglu_limit: as in `matmul_grouped`.
-        strategy: how compressed scales are read, "staged" or "fused"; None: as `choose_strategy` says. Dense scales
-            have nothing to choose and ignore it, so that layers of both kinds take the same call.
+        strategy: how compressed scales are read, "staged" or "fused"; None: fused up to 8,192 tokens, where kernels of
+            the device read them so. Dense scales have nothing to choose and ignore it, so that layers of both kinds
+            take the same call.
         scales_expanded: the scratch holds these experts' scales already, from `expand_scales`; a staged call does not
             decode. Other calls ignore it: `uses_expanded_scales` tells which they are.
 

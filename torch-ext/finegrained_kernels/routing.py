@@ -85,6 +85,7 @@ def weighted_reduce(
     return _reduce_on_device(rows, top_k_index, top_k_weights, num_experts)
 
 
+@torch.no_grad()  # as on a GPU
 def _reduce_on_device(rows, top_k_index, top_k_weights, num_experts: int) -> torch.Tensor:
     if rows.device.type != "cpu":
         from .reduce import weighted_reduce_on_gpu  # Triton may be absent where only the CPU is used

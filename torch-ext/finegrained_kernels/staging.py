@@ -30,8 +30,8 @@ class ScalePrefetcher:
     """Expands scales of `layers` ahead of their calls.
 
     Any stream, of any thread, may call: uses of a scratch through one prefetcher follow each other on the GPU. Inside a
-    graph capture only one stream may. A replay is a use that the prefetcher cannot see: the caller orders replays and
-    other uses of the scratch.
+    graph capture only one stream may. A replay is a use that the prefetcher cannot see: the caller orders replays, and
+    lets nothing else write to the scratch between a prefetch and its `forward`.
     """
 
     def __init__(self, layers: Sequence[NVFP4Experts]) -> None:
@@ -59,7 +59,7 @@ class ScalePrefetcher:
             RuntimeError: a layer's prefetched scales in the same scratch have not been used yet; or a second stream of
                 a graph capture calls. Nothing is launched.
         """
-        experts, scratch = self.layers[i_layer], self._scratch_of[i_layer]
+        experts, scratch = self._layer(i_layer)
         if scratch is None or not uses_expanded_scales(experts, num_tokens, strategy):
             return False
         with self._lock:
@@ -78,6 +78,11 @@ class ScalePrefetcher:
             scratch.layer = i_layer
         return True
 
+    def _layer(self, i_layer: int) -> tuple[NVFP4Experts, _Scratch | None]:
+        if not 0 <= i_layer < len(self.layers):
+            raise IndexError(f"i_layer must be 0 to {len(self.layers) - 1}, got {i_layer}")
+        return self.layers[i_layer], self._scratch_of[i_layer]
+
     def forward(self, i_layer: int, hidden_states: torch.Tensor, *routing: torch.Tensor, **options) -> torch.Tensor:
         """`moe_forward` of a layer, on its prefetched scales if there are any.
 
@@ -86,13 +91,16 @@ class ScalePrefetcher:
                 the other side of a graph capture's begin or end; or a second stream of a capture calls. Nothing is
                 launched.
         """
-        experts, scratch = self.layers[i_layer], self._scratch_of[i_layer]
+        experts, scratch = self._layer(i_layer)
         uses = scratch is not None and uses_expanded_scales(experts, len(hidden_states), options.get("strategy"))
         if scratch is None or not (uses or scratch.layer == i_layer):
             return moe_forward(experts, hidden_states, *routing, **options)
         with self._lock:
             if scratch.layer not in (None, i_layer):
-                raise RuntimeError(f"layer {scratch.layer} is prefetched, got a call of layer {i_layer}")
+                raise RuntimeError(
+                    f"layer {scratch.layer} is prefetched, got a call of layer {i_layer}, which shares its scratch: "
+                    f"call layer {scratch.layer} first, or discard()"
+                )
             expanded = scratch.layer == i_layer
             stream = None if self._side is None else torch.cuda.current_stream(self._side.device)
             if stream is not None:

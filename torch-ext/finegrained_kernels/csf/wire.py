@@ -14,7 +14,8 @@ class ExceptionList(Sequence[torch.Tensor]):
     """One uint32 tensor of exceptions a plane, all views of one storage, each made when it is asked for.
 
     Making 512 tensors takes the CPU longer than encoding their planes takes a GPU. They may be written to, but not
-    replaced. Copied or pickled, it is a plain list: its class is in a module that is named after one build.
+    replaced. Copied or pickled, it is a plain list: its class is in a module that is named after one build. Save
+    `list(exceptions)`, which `torch.load` takes back as it is.
 
     Attributes:
         words: uint32 `[X]`, plane after plane: what `torch.cat` makes of the list.

@@ -18,6 +18,7 @@ from .quantize import global_from_amax, quantize_groups
 from .reference import GROUP, e2m1_values, unpack_e2m1
 
 
+@torch.no_grad()  # as on a GPU
 def run_on_cpu(gemm: Gemm) -> list[torch.Tensor]:
     """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. Rows without an expert are 0."""
     out = torch.zeros(gemm.num_rows, gemm.num_cols, dtype=gemm.output_dtype)
