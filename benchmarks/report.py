@@ -233,10 +233,10 @@ def moe_layer() -> str:
         }
         text = f"""In a stack of {layers} such layers with attention before each, warm, prefill and decode, over dense
             scales: {", ".join(added)}. Prefetched decodes every expert on a side stream, while attention runs, which
-            decode is too short for: left to itself, `moe_forward` does not. By the GPU's timeline, of
-            {TIMELINE_TOKENS:,} tokens, the {timeline["expansion"]:.0f} us of decoding are all but
-            {timeline["exposed"]:.0f} over when they are needed, and cost attention
-            {timeline["attention_loss"]:.0f}."""
+            decode is too short for: left to itself, `moe_forward` does not. On the GPU's timeline of
+            {TIMELINE_TOKENS:,} tokens, the layers wait for {timeline["exposed"]:.0f} of the
+            {timeline["expansion"]:.0f} us that decoding takes alone; attention beside it takes
+            {timeline["attention_loss"]:.0f} us longer."""
         written += "\n" + paragraph(text)
         written += image(f"moe_stack_{model}_{kind}", "Time of layers with attention by strategy, over tokens")
     return written
@@ -258,7 +258,7 @@ def model() -> str:
     rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
     layers = round(of_each[0].scale_bytes / sum(map(dense_bytes, LAYER)))
     text = f"""A whole model in transformers, tokens a second: {layers} layers of 512 experts of the same sizes, top 10,
-        with full attention and random weights ({machine(table)}); eager calls, or a CUDA graph."""
+        with full attention and random weights ({machine(table)})."""
     drawn = image("model_speed", "Tokens a second of a model by strategy, over its memory")
     return paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
 

@@ -172,7 +172,7 @@ def test_what_is_drawn_once_there_are_results(tmp_path, monkeypatch):
     assert "| 512 experts, 2560 x 640 | 4,096 | 8,392.0 | 4,196.0 (2.00 x) | 4,196.0 (2.00 x) |" in text
     assert "| one, 4096 x 4096 | 16 | 30.0 | 20.0 (1.50 x) |  |" in text
     assert "4 such layers with attention before each" in text and "staged +10 % to +10 %" in " ".join(text.split())
-    assert "of 8,192 tokens, the 420 us of decoding are all but 1 over when they are needed" in " ".join(text.split())
+    assert "of 8,192 tokens, the layers wait for 1 of the 420 us that decoding takes alone" in " ".join(text.split())
     assert "| decode, batch of 8, graph | 1,000 | 1,000 (+0 %) | 1,000 (+0 %) | 1,000 (+0 %) |" in text
     assert "24 layers of 512 experts" in text and "| allocated in all, GB | 40.00 |" in text
     shown = set(re.findall(r"\w+\.svg", text + (ROOT / "docs" / "performance-log.md").read_text()))

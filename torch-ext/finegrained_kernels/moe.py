@@ -70,8 +70,8 @@ class NVFP4Experts:
         down_scales: float8_e4m3fn `[E, H, I / 16]`, or the same compressed.
         gate_up_global: float32 `[E]`, or `[E, 2]` where gate and up differ; a multiplier.
         down_global: float32 `[E]`, a multiplier.
-        gate_up_input_global, down_input_global: float32 scalar or `[E]`, calibrated multipliers of the activations for
-            W4A4; None measures each row.
+        gate_up_input_global, down_input_global: float32 scalar, `[1]` or `[E]`, calibrated multipliers of the
+            activations for W4A4; None measures each row.
         scratch: contiguous uint8 of `scratch_size` bytes or more, which compressed scales are decoded into; layers that
             never run at the same time may share one. None allocates at every call.
 
@@ -91,6 +91,8 @@ class NVFP4Experts:
     scratch: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name, dtypes in FIELD_DTYPES.items():
+            self._check_tensor(name, dtypes)
         num_experts, hidden_size, intermediate_size = self.num_experts, self.hidden_size, self.intermediate_size
         expected = {
             "gate_up": (num_experts, 2 * intermediate_size, hidden_size // 2),
@@ -104,11 +106,9 @@ class NVFP4Experts:
         if hidden_size % 32 or intermediate_size % 32:
             sizes = f"hidden size {hidden_size}, intermediate size {intermediate_size}"
             raise ValueError(f"gate_up and down must have sizes that are multiples of 32, got {sizes}")
-        for name, dtypes in FIELD_DTYPES.items():
-            self._check_tensor(name, dtypes)
         for name, shapes in {
-            "gate_up_global": ((num_experts,), (num_experts, 1), (num_experts, 2)),
-            "down_global": ((num_experts,), (num_experts, 1)),
+            "gate_up_global": ((num_experts,), (num_experts, 2)),
+            "down_global": ((num_experts,),),
             "gate_up_input_global": ((), (1,), (num_experts,)),
             "down_input_global": ((), (1,), (num_experts,)),
         }.items():
@@ -125,17 +125,15 @@ class NVFP4Experts:
             )
 
     def _check_tensor(self, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
-        value, device = getattr(self, name), self.gate_up.device
+        value = getattr(self, name)
         if value is None and name.endswith("input_global"):
             return
-        if isinstance(value, NVFP4CSFScales):
-            if value.device != device:
-                raise ValueError(f"{name} must be on {device} like gate_up, got {value.device}")
-        elif not isinstance(value, torch.Tensor) or value.dtype not in dtypes:
+        is_compressed = name.endswith("_scales") and isinstance(value, NVFP4CSFScales)
+        if not is_compressed and (not isinstance(value, torch.Tensor) or value.dtype not in dtypes):
             got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {got}")
-        elif value.device != device:
-            raise ValueError(f"{name} must be on {device} like gate_up, got {value.device}")
+        if value.device != self.gate_up.device:
+            raise ValueError(f"{name} must be on {self.gate_up.device} like gate_up, got {value.device}")
 
     @property
     def num_experts(self) -> int:

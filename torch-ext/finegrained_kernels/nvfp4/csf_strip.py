@@ -181,9 +181,7 @@ def load_windows(
 
 
 @gluon.jit
-def load_plain(
-    scales_ptr, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr
-):  # fmt: skip
+def load_plain(scales_ptr, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
     """The dense scales of a tile's rows, int64 words in registers; a lane's are a row's, or an equal part of one's."""
     expert, _, _, n_tile = tile
     PARTS: gl.constexpr = row_parts(BLOCK_N, C, gl.num_warps())

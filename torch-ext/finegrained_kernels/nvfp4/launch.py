@@ -207,7 +207,8 @@ def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments:
         operands = permute_tokens(operands, groups)
     kernel = nvfp4_wgmma_kernel if config.warpgroup else nvfp4_gemm_kernel
     constants |= {"BLOCK_N": config.block_n, "GROUPS": groups, "BLOCK_T": config.block_t, "STAGES": config.num_stages}
-    constants |= {"BLOCK_E": next_power_of_2(max(gemm.num_experts, 2)), "num_warps": config.num_warps}
+    constants["BLOCK_E"] = next_power_of_2(max(gemm.num_experts, 2))  # here of experts, not of where they start
+    constants["num_warps"] = config.num_warps
     if not config.warpgroup:
         compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
         constants["COLS"] = strip_cols(config, gemm.depth) if compressed else gemm.depth // GROUP

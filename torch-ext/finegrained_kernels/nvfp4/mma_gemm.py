@@ -3,7 +3,8 @@
 A tile is BLOCK_N weight rows by up to BLOCK_T routed rows of one expert. Each weight and scale byte of a tile is read
 once; activations come again for every tile of their expert, from L2. With `GATE`, a tile's weight rows alternate
 between 8 gate rows and their 8 up rows, so that both halves of a result meet in one lane.
-Scales arrive with the weights, or compressed, a tile at a time (csf_strip.py). The products are the same.
+Scales arrive with the weights; compressed, or of short rows, a tile's come at once (csf_strip.py). The products are the
+same. What the next tile needs first is asked for before a tile is stored.
 """
 
 from __future__ import annotations

@@ -230,7 +230,8 @@ def nvfp4_wgmma_kernel(
 ):  # fmt: skip
     """As `nvfp4_gemm_kernel`, on permuted activations. A tile of few rows is multiplied as one of BLOCK_T / 4.
 
-    Of compressed scales, the next tile's are loaded before this tile is multiplied, and decoded meanwhile.
+    Of compressed scales, the next tile's are loaded before this tile is multiplied, and decoded meanwhile; by 4 warps,
+    which share a multiprocessor with 4 others and have neither the registers nor a second strip for it, afterwards.
     """
     C: gl.constexpr = K // 16
     OUT_N: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
@@ -276,7 +277,7 @@ def nvfp4_wgmma_kernel(
             )  # fmt: skip
             source = clamped(following, num_experts)
             next_ranges = exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N)
-            if gl.num_warps() > 4:  # with fewer, two programs share an SM, and have no registers to hold them
+            if gl.num_warps() > 4:
                 next_windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
         else:
             tile = find_tile(
