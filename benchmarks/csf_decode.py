@@ -120,13 +120,15 @@ def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions
     encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     fixed = torch.empty_like(fixed)
     row_ends = planes.new_empty(planes.shape[:2], dtype=torch.int32)
-    plane_counts = planes.new_empty(len(planes), dtype=torch.int64)
-    words = planes.new_empty(sum(map(len, exceptions)), dtype=torch.int32)
+    plane_ends = planes.new_empty(len(planes), dtype=torch.int64)
+    host_ends = torch.empty(len(planes), dtype=torch.int64, pin_memory=True)
+    words = planes.new_empty(sum(map(len, exceptions)), dtype=torch.uint32)
 
     def call() -> None:
         encode.launch_encode(planes, fixed, row_ends)
-        encode.launch_scan(row_ends, plane_counts)
-        encode.launch_collect(planes, fixed, row_ends, plane_counts.cumsum(0), words)
+        encode.launch_scan(row_ends, plane_ends)
+        encode.launch_ends(plane_ends, host_ends)
+        encode.launch_collect(planes, fixed, row_ends, plane_ends, words)
 
     return call
 

@@ -50,8 +50,8 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
     decode_pointers = dict.fromkeys(("out_ptr", "bases_ptr", "codes_ptr"), "*u8")
     decode_pointers |= dict.fromkeys(("exceptions_ptr", "offsets_ptr", "expert_start_ptr"), "*i32")
     encode_pointers = {"planes_ptr": "*u8", "fixed_ptr": "*u8", "row_counts_ptr": "*i32"}
-    encode_pointers |= dict.fromkeys(("row_ends_ptr", "words_ptr"), "*i32")
-    encode_pointers |= dict.fromkeys(("plane_counts_ptr", "plane_ends_ptr"), "*i64")
+    encode_pointers |= {"row_ends_ptr": "*i32", "words_ptr": "*u32"}
+    encode_pointers |= dict.fromkeys(("plane_counts_ptr", "plane_ends_ptr", "host_ends_ptr"), "*i64")
     cases = []
     for shape, (rows, cols) in SHAPES.items():
         plane = {"NUM_ROWS": rows, "NUM_COLS": cols, "POSITION_BITS": csf.position_bits}
@@ -73,7 +73,9 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
             constants = plane | config | {"SLAB_BYTES": csf.slab_bytes(cols)}
             kernel = getattr(encode, f"{name}_kernel")
             cases.append(codec_case(f"{name} {shape}", kernel, constants, encode_pointers, warps))
-    return cases
+    config = encode.ends_config()
+    warps = config.pop("num_warps")
+    return [*cases, codec_case("ends", encode.ends_kernel, config, encode_pointers, warps)]
 
 
 def codec_case(name: str, kernel: Any, constants: dict, pointers: dict, num_warps: int) -> Case:

@@ -51,6 +51,24 @@ def test_encoding_reads_planes_at_any_offset(bundle, planes):
     assert_same(bundle.compress_nvfp4_csf_scales(given)[0], bundle.compress_nvfp4_csf_scales(planes)[0], "fixed")
 
 
+def test_ends_are_ordinary_memory_of_their_own(bundle):
+    """The kernel writes them to page-locked memory, which the next call gets again; so also on a stream that is behind,
+    and where tensors are made on the GPU by default."""
+    stacks = [torch.full((1025, 16, 2), 100, dtype=torch.uint8) for _ in range(3)]
+    for i, planes in enumerate(stacks):
+        planes[i::7, i, 1] = 1
+    given = [planes.cuda() for planes in stacks]
+    torch.cuda.synchronize()
+    with torch.device("cuda"), torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10_000_000)
+        actual = [bundle.compress_nvfp4_csf_scales(planes)[1] for planes in given]
+    torch.cuda.synchronize()
+    for planes, own in zip(stacks, actual, strict=True):
+        expected = bundle.compress_nvfp4_csf_scales(planes)[1]
+        assert_same(own.words, expected.words, "words")
+        assert torch.equal(own.ends, expected.ends) and not own.ends.is_pinned()
+
+
 def test_replays_allocate_nothing_and_follow_the_routing(bundle, planes):
     scales = prepare(bundle, planes.cuda())
     workspace = torch.empty(planes.numel() + 5, dtype=torch.uint8, device="cuda")

@@ -29,6 +29,7 @@ ENCODE_SHAPES = {
     "several chunks": (1, 16, 300),
 }  # fmt: skip
 SCATTERED_SHAPES = {"pairs": (2, 16, 2), "few columns": (1, 16, 6)}
+PLANES_OF_ENDS = (1, 3, 1024, 1025, 2500)
 
 
 try:
@@ -83,9 +84,43 @@ def encode_case(bundle: ModuleType, shape: tuple[int, int, int], scattered: bool
     given = torch.from_numpy(planes)
     fixed, words, ends = encode_triton.encode_gpu(given)
     oracle_fixed, oracle_words = zip(*(oracle_encode(values) for values in planes), strict=True)
-    for plane, own in enumerate(exception_list(words.view(torch.uint32), ends)):
+    for plane, own in enumerate(exception_list(words, ends)):
         assert_same(fixed[plane].view(-1), oracle_fixed[plane], f"fixed[{plane}]")
         assert_same(own, oracle_words[plane], f"exceptions[{plane}]")
+
+
+def ends_case(bundle: ModuleType, num_planes: int) -> None:
+    """Sums of more than 32 bits, in place and in memory of the host, and nothing behind them."""
+    launch = importlib.import_module(f"{bundle.__name__}.csf.encode_triton").launch_ends
+    counts = np.random.default_rng(num_planes).integers(0, 1 << 24, num_planes)
+    counts[::5] = 0
+    counts[-1] = 1 << 40
+    guard = 1024  # all that a block could write beyond
+    memory, host = (torch.full((num_planes + guard,), -1, dtype=torch.int64) for _ in range(2))
+    memory[:num_planes] = torch.from_numpy(counts)
+    launch(memory[:num_planes], host[:num_planes])
+    expected = np.concatenate([np.cumsum(counts), np.full(guard, -1)])
+    for name, actual in (("the device's", memory), ("the host's", host)):
+        assert actual.tolist() == expected.tolist(), name
+
+
+def own_ends_case(bundle: ModuleType) -> None:
+    """The ends returned are nobody else's memory: the tensor that the kernel wrote to goes back to a pool."""
+    encode_triton = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
+    launch, written = encode_triton.launch_ends, []
+
+    def noted(plane_counts: torch.Tensor, host_ends: torch.Tensor) -> None:
+        launch(plane_counts, host_ends)
+        written.extend([plane_counts, host_ends])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode_triton, "launch_ends", noted)
+        planes = torch.full((3, 16, 2), 100, dtype=torch.uint8)
+        planes[0, 0, 0] = planes[2, 5, 1] = planes[2, 9, 0] = 1
+        *_, ends = encode_triton.encode_gpu(planes)
+    for memory in written:
+        memory.fill_(-1)
+    assert len(written) == 2 and ends.tolist() == [1, 1, 3]
 
 
 def far_plane_case(bundle: ModuleType, swizzled: bool) -> None:
@@ -126,6 +161,8 @@ CASES = {
     },
     **{f"encode {name}": (encode_case, shape, False) for name, shape in ENCODE_SHAPES.items()},
     **{f"encode scattered {name}": (encode_case, shape, True) for name, shape in SCATTERED_SHAPES.items()},
+    **{f"ends of {num_planes} planes": (ends_case, num_planes) for num_planes in PLANES_OF_ENDS},
+    "ends returned": (own_ends_case,),
 }
 
 

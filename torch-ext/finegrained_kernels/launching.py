@@ -29,7 +29,8 @@ class BoundKernel:
     """A kernel with its constants, and options such as `num_warps`, chosen. Its constant parameters come last.
 
     Called with a grid of one to three and the other arguments by position. The first is a tensor, on the device that
-    the kernel is launched on, and all others lie there too.
+    the kernel is launched on, and all others lie there too, or in page-locked memory, which a GPU knows by the same
+    address as the host does.
     """
 
     def __init__(self, kernel: Any, **constants: Any) -> None:

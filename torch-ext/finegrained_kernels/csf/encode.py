@@ -38,7 +38,7 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
     Raises:
         ValueError: dtype, rank or geometry.
 
-    One host sync on a GPU, to size the exceptions.
+    One host sync on a GPU of NVIDIA or AMD, to size the exceptions.
     """
     if not isinstance(scales, torch.Tensor) or scales.dtype not in (torch.float8_e4m3fn, torch.uint8):
         dtype = getattr(scales, "dtype", type(scales).__name__)
@@ -53,12 +53,11 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
     else:
         encode = encode_torch
     fixed, words, ends = encode(planes)
-    words = words.view(torch.uint32)
     return (fixed[0], words) if scales.dim() == 2 else (fixed, ExceptionList(words, ends))
 
 
 def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, words int32 `[X]` and, on the CPU, each plane's end int64 `[E]`."""
+    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, words uint32 `[X]` and, on the CPU, planes' ends int64 `[E]`."""
     num_planes, num_rows, num_cols = planes.shape
     slab_rows, slab_bytes = NVFP4_CSF.rows_per_slab, NVFP4_CSF.slab_bytes(num_cols)
     slabs = planes.view(-1, slab_rows, num_cols)
@@ -87,7 +86,7 @@ def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     plane_bytes = num_rows * num_cols
     ends = torch.bincount(position // plane_bytes, minlength=num_planes).cumsum(0)
     words = (value.to(torch.int64) << NVFP4_CSF.position_bits | position % plane_bytes).to(torch.int32)
-    return fixed.view(num_planes, -1), words, ends
+    return fixed.view(num_planes, -1), words.view(torch.uint32), ends
 
 
 def _choose_bases(rows: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Encode scale planes on a GPU: one kernel chooses bases and writes codes, one sums the exceptions a row, and one
-collects them in order.
+"""Encode scale planes on a GPU: one kernel chooses bases and writes codes, two sum the exceptions, along a plane's rows
+and along the planes, and one collects them in order.
 
-Bytes moved: every scale byte twice (once a kernel), 0.5 and a base a row written, 4 an exception. The host waits
-once, to learn how many exceptions there are.
+Bytes moved: every scale byte twice, 0.5 and a base a row written, 4 an exception. The host waits once, to learn how
+many exceptions there are, and the GPU idles until it has launched the last kernel: what can be done before it waits, or
+after that launch, is done there.
 
 A row's base is the lowest of 241 whose window of 16 values covers the most bytes. Windows are ranked eight at a time,
 from around the row's mean, and further down or up until counts prove that no other can win: one further down covers at
@@ -199,6 +200,19 @@ def scan_kernel(row_counts_ptr, plane_counts_ptr, NUM_ROWS: tl.constexpr, BLOCK:
     tl.store(plane_counts_ptr + plane, seen)
 
 
+@triton.jit(do_not_specialize=["num_planes"])
+def ends_kernel(plane_counts_ptr, host_ends_ptr, num_planes, BLOCK: tl.constexpr):
+    """Turn exceptions a plane into where each plane's end, and store that where the host reads it, too. One program."""
+    seen = tl.full((), 0, tl.int64)
+    for first in range(0, num_planes, BLOCK):
+        planes = first + tl.arange(0, BLOCK)
+        counts = tl.load(plane_counts_ptr + planes, mask=planes < num_planes, other=0)
+        ends = seen + tl.cumsum(counts)
+        tl.store(plane_counts_ptr + planes, ends, mask=planes < num_planes)
+        tl.store(host_ends_ptr + planes, ends, mask=planes < num_planes)
+        seen += tl.sum(counts)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def collect_kernel(
     planes_ptr, fixed_ptr, row_ends_ptr, plane_ends_ptr, words_ptr, num_rows,
@@ -233,7 +247,7 @@ def collect_kernel(
             col = 4 * i_word + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
             value = tl.load(row_ptr + col, mask=some, other=0).to(tl.uint32)
             exception = (value << POSITION_BITS) | (position + col).to(tl.uint32)
-            tl.store(words_ptr + begin, exception.to(tl.int32, bitcast=True), mask=some)
+            tl.store(words_ptr + begin, exception, mask=some)
             begin += some.to(tl.int32)
             left ^= lowest
 
@@ -257,6 +271,11 @@ def scan_config(num_rows: int) -> dict[str, int]:
     return {"BLOCK": min(1024, next_power_of_2(num_rows)), "num_warps": 4}
 
 
+def ends_config() -> dict[str, int]:
+    """Constants of `ends_kernel`: most stacks are one block."""
+    return {"BLOCK": 1024, "num_warps": 4}
+
+
 def collect_config(num_cols: int) -> dict[str, int]:
     """Constants of `collect_kernel`: one warp, so that a vote, and no barrier, ends its inner loop."""
     return {"BLOCK_R": 32, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 1}
@@ -268,6 +287,18 @@ def encode_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: in
     config = {**encode_config(num_cols), **overrides}
     kernel = bind(encode_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
     return (cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
+
+
+@functools.lru_cache(maxsize=None)
+def scan_launch(num_planes: int, num_rows: int) -> tuple[tuple[int], BoundKernel]:
+    """Grid and kernel of one kind of launch."""
+    return (num_planes,), bind(scan_kernel, NUM_ROWS=num_rows, **scan_config(num_rows))
+
+
+@functools.lru_cache(maxsize=None)
+def ends_launch() -> tuple[tuple[int], BoundKernel]:
+    """Grid and kernel of every launch."""
+    return (1,), bind(ends_kernel, **ends_config())
 
 
 @functools.lru_cache(maxsize=None)
@@ -284,20 +315,26 @@ def collect_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: i
 
 
 def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, words int32 `[X]` and, on the CPU, each plane's end int64 `[E]`."""
+    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, words uint32 `[X]` and, on the CPU, planes' ends int64 `[E]`."""
     num_planes, num_rows, num_cols = planes.shape
     if planes.data_ptr() % 4:
         planes = planes.clone()
     fixed = planes.new_empty(num_planes, NVFP4_CSF.fixed_bytes(num_rows, num_cols))
     row_ends = planes.new_empty(num_planes, num_rows, dtype=torch.int32)
     launch_encode(planes, fixed, row_ends)
-    plane_counts = planes.new_empty(num_planes, dtype=torch.int64)
-    launch_scan(row_ends, plane_counts)
-    plane_ends = plane_counts.cumsum(0)
-    ends = plane_ends.cpu()  # the GPU idles from here to the next launch
-    words = planes.new_empty(int(ends[-1]), dtype=torch.int32)
+    plane_ends = planes.new_empty(num_planes, dtype=torch.int64)
+    launch_scan(row_ends, plane_ends)
+    # Kernels for NVIDIA and AMD write to page-locked memory; for others the host copies, and waits, when it reads.
+    pinned = planes.is_cuda
+    device = "cpu" if pinned else planes.device
+    host_ends = torch.empty(num_planes, dtype=torch.int64, device=device, pin_memory=pinned)
+    num_words = host_ends[-1]
+    launch_ends(plane_ends, host_ends)
+    if pinned:
+        torch.cuda.current_stream(planes.device).synchronize()
+    words = planes.new_empty(int(num_words), dtype=torch.uint32)
     launch_collect(planes, fixed, row_ends, plane_ends, words)
-    return fixed, words, ends
+    return fixed, words, host_ends.to("cpu", copy=True)  # page-locked memory is scarce: it is not kept
 
 
 def launch_encode(planes: torch.Tensor, fixed: torch.Tensor, row_counts: torch.Tensor, **overrides: int) -> None:
@@ -309,9 +346,14 @@ def launch_encode(planes: torch.Tensor, fixed: torch.Tensor, row_counts: torch.T
 
 def launch_scan(row_counts: torch.Tensor, plane_counts: torch.Tensor) -> None:
     """Sum `row_counts` along each plane, in place, and put the planes' sums into `plane_counts` int64 `[E]`."""
-    num_planes, num_rows = row_counts.shape
-    kernel = bind(scan_kernel, NUM_ROWS=num_rows, **scan_config(num_rows))
-    kernel((num_planes,), row_counts, plane_counts)
+    grid, kernel = scan_launch(*row_counts.shape)
+    kernel(grid, row_counts, plane_counts)
+
+
+def launch_ends(plane_counts: torch.Tensor, host_ends: torch.Tensor) -> None:
+    """Sum `plane_counts` int64 `[E]` in place, and into `host_ends` int64 `[E]`, which may be page-locked memory."""
+    grid, kernel = ends_launch()
+    kernel(grid, plane_counts, host_ends, len(plane_counts))
 
 
 def launch_collect(
@@ -322,7 +364,7 @@ def launch_collect(
     words: torch.Tensor,
     **overrides: int,
 ) -> None:
-    """Write the exception `words`; `plane_ends` int64 `[E]` sums the planes' counts."""
+    """Write the exception `words`, uint32; `plane_ends` int64 `[E]` sums the planes' counts."""
     num_planes, num_rows, num_cols = planes.shape
     grid, kernel = collect_launch(num_planes, num_rows, num_cols, **overrides)
     kernel(grid, planes, fixed, row_ends, plane_ends, words, num_planes * num_rows)
