@@ -162,10 +162,10 @@ def test_slices_divide_rows_into_whole_chunks(configs, tiles):
         cols = configs.strip_cols(config, depth)
         assert all_cols % cols == 0, (depth, config)
         if cols == all_cols:
-            assert config.warpgroup or all_cols <= configs.SLICE_LIMIT or all_cols % (2 * groups), (depth, config)
+            assert config.warpgroup or all_cols <= config.max_cols or all_cols % (2 * groups), (depth, config)
             continue
         assert cols % groups == 0, (depth, config)
-        assert cols <= configs.SLICE_LIMIT or cols % (2 * groups), (depth, config)
+        assert cols <= config.max_cols or cols % (2 * groups), (depth, config)
 
 
 def test_dense_and_compressed_scales_are_summed_in_one_order(configs, tiles):

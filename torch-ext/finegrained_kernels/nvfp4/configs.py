@@ -14,16 +14,13 @@ from ..device import num_sms
 MAX_STRIP_BYTES = 48 << 10
 """Shared memory that a kernel may declare by itself, on every GPU."""
 
-SLICE_LIMIT = 176
-"""Columns of scales that a tile decodes at a time, if its rows can be divided."""
-
-
 @dataclass(frozen=True)
 class Config:
     """Tile of one program: `block_n` weight rows by `block_t` routed rows, `block_k` deep a step.
 
     `warpgroup`: Hopper's warpgroup products (wgmma_gemm.py), for many rows an expert; else mma_gemm.py.
     `max_registers`: of a thread, so that `programs_per_sm` programs fit; None leaves it to the compiler.
+    `max_cols`: of compressed scales decoded at a time, for the same.
     """
 
     block_n: int
@@ -34,6 +31,7 @@ class Config:
     programs_per_sm: int
     warpgroup: bool = False
     max_registers: int | None = None
+    max_cols: int = 176
 
 
 @functools.lru_cache(maxsize=None)
@@ -54,7 +52,7 @@ def load_table(device_name: str) -> dict[tuple[int, int, bool], list[tuple[float
 def strip_cols(config: Config, depth: int) -> int:
     """Columns of scales decoded at a time: a row's, or equal parts of whole chunks where rows are long."""
     cols, groups = depth // 16, config.block_k // 16
-    while cols > SLICE_LIMIT and cols % (2 * groups) == 0 and not config.warpgroup:
+    while cols > config.max_cols and cols % (2 * groups) == 0 and not config.warpgroup:
         cols //= 2
     return cols
 

@@ -109,6 +109,16 @@ def new_strip(num_rows, BLOCK_N: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.co
     return strip
 
 
+ZERO = gl.constexpr("mov.u32 $0, 0; // $1")
+
+
+@gluon.jit
+def opaque_zero():
+    """0, which compilers do not know: what it is added to they compute where it is needed, not before the loop over
+    tiles, through which it would take registers."""
+    return gl.inline_asm_elementwise(ZERO, "=r,r", [gl.num_programs(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def strip_row(row, half, GATE: gl.constexpr):
     """Row of the strip of a row of its half: with GATE, 8 rows of gate alternate with their 8 rows of up."""
@@ -144,9 +154,9 @@ def exception_ranges(
 @gluon.jit
 def load_windows(
     csf, tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    BLOCK_N: gl.constexpr, zero=0,
 ):  # fmt: skip
-    """(bases, words of codes) of COLS columns of a tile's rows, in registers."""
+    """(bases, words of codes) of COLS columns of a tile's rows, in registers. `zero`: 0 or `opaque_zero()`."""
     expert, _, _, n_tile = tile
     W: gl.constexpr = gl.num_warps()
     PARTS: gl.constexpr = row_parts(BLOCK_N, COLS, W)
@@ -155,7 +165,7 @@ def load_windows(
     HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
     HALVES: gl.constexpr = 2 if GATE else 1
     VECTOR: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [W, 1], [1, 0])
-    segment = gl.arange(0, BLOCK_N * PARTS, gl.SliceLayout(1, VECTOR))
+    segment = gl.arange(0, BLOCK_N * PARTS, gl.SliceLayout(1, VECTOR)) + zero
     row = segment // PARTS % HALF
     plane_row = segment // (PARTS * HALF) * N + row
     first_row = expert.to(gl.int64) * (HALVES * N) + n_tile * HALF
@@ -231,9 +241,9 @@ def prefetch_windows(
 
 
 @gluon.jit
-def load_exceptions(csf, ranges, begin, BLOCK_N: gl.constexpr, COLS: gl.constexpr):
+def load_exceptions(csf, ranges, begin, BLOCK_N: gl.constexpr, COLS: gl.constexpr, zero=0):
     """(exception words, half, whether they exist) from place `begin` of a tile's exceptions, gate before up."""
-    index = begin + gl.arange(
+    index = begin + zero + gl.arange(
         0, exception_block(BLOCK_N, COLS, gl.num_warps()), gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     )
     first = ranges[1] - ranges[0]
@@ -257,13 +267,15 @@ def load_scales(
 
 
 @gluon.jit
-def store_windows(strip, windows, COLS: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
+def store_windows(
+    strip, windows, COLS: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr, zero=0
+):
     """Store what `load_windows` holds as bytes. Every warp must be done with the strip."""
     base, words = windows
     LANES: gl.constexpr = base.type.layout
     PARTS: gl.constexpr = row_parts(BLOCK_N, COLS, gl.num_warps())
     HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    segment = gl.arange(0, BLOCK_N * PARTS, LANES)
+    segment = gl.arange(0, BLOCK_N * PARTS, LANES) + zero
     row = strip_row(segment // PARTS % HALF, segment // (PARTS * HALF), GATE)
     address = strip + row * strip_stride(COLS, GROUPS) + segment % PARTS * (COLS // PARTS)
     base = base.to(gl.int32) * 0x01010101

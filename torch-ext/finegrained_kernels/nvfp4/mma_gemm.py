@@ -33,6 +33,7 @@ from .tiles import (
     token_layout,
     token_operand,
     token_pairs,
+    uniform,
     weight_operand,
     word_values,
 )
@@ -172,6 +173,7 @@ def nvfp4_gemm_kernel(
     tile = find_tile(
         gl.program_id(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
     )
+    tile = uniform(tile)
     ranges = exception_ranges(scales, tile, num_experts, N, K // 16, GATE, BLOCK_N)
     sources = source_rows(tokens, gather_ptr, tile, num_sources)
     held = first_scales(scales, clamped(tile, num_experts), ranges, N, K // 16, COLS, GATE, BLOCK_N)
@@ -185,6 +187,7 @@ def nvfp4_gemm_kernel(
             gl.minimum(index + gl.num_programs(0), num_tiles - 1), tile_ends, expert_start_ptr, expert_ids_ptr,
             num_rows, num_experts, N_TILES, BLOCK_T,
         )  # fmt: skip
+        following = uniform(following)
         following_ranges = exception_ranges(scales, following, num_experts, N, K // 16, GATE, BLOCK_N)
         following_sources = source_rows(tokens, gather_ptr, following, num_sources)
         acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, mma_layout(W))

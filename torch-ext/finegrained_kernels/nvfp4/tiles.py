@@ -81,6 +81,20 @@ def operand_shift(dtype) -> float:
     return 2.0**14 if dtype == gl.float16 else 2.0**7
 
 
+FIRST_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
+
+
+@gluon.jit
+def uniform(values):
+    """int32 scalars, a tuple of them, which every lane has: now compilers know, and need one register a warp, not one
+    a lane."""
+    out = ()
+    for i in gl.static_range(len(values)):
+        value = gl.inline_asm_elementwise(FIRST_LANE, "=r,r", [values[i]], dtype=gl.int32, is_pure=True, pack=1)
+        out = out + (value,)  # noqa: RUF005 (Triton tuples do not unpack)
+    return out
+
+
 @gluon.constexpr_function
 def powers(low: int, high: int) -> list:
     """The powers of two in [low, high)."""

@@ -26,6 +26,7 @@ from .csf_strip import (
     load_exceptions,
     load_windows,
     new_strip,
+    opaque_zero,
     patch_strip,
     store_windows,
     strip_pairs,
@@ -41,6 +42,7 @@ from .tiles import (
     operand_shift,
     powers,
     to_slots,
+    uniform,
     word_values,
 )
 from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, row_swizzle, source_rows
@@ -101,14 +103,30 @@ def weight_operand(words, scales, WORD: gl.constexpr, GROUPS: gl.constexpr, MMA:
     return gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
+@gluon.constexpr_function
+def row_address(num_bytes: int) -> str:
+    """PTX: $0 <- the address of row $1 of those from $2 on, of `num_bytes` each. In PTX, as compilers would keep the
+    product of every row in two registers instead of its number in one."""
+    return f"mad.wide.s32 $0, $1, {num_bytes}, $2;"
+
+
 @gluon.jit
 def copy_chunk(
-    smem, w_ptr, scales, x_ptrs, x_mask, tile, chunk, stage, N: gl.constexpr, K: gl.constexpr,
-    GATE: gl.constexpr, SWIZZLED: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
+    smem, w_ptr, scales, x_ptr, sources, x_value, tile, chunk, stage, N: gl.constexpr, K: gl.constexpr,
+    GATE: gl.constexpr, SWIZZLED: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of one K chunk of weights, scales and permuted activations into a stage of the ring."""
     copy_weights(smem[1:], w_ptr, scales, tile, chunk, stage, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
-    load_async(smem[0].index(stage).slice(0, x_ptrs.shape[0]), x_ptrs + chunk * (16 * GROUPS), mask=x_mask)
+    ROW: gl.constexpr = (K + 16 * GROUPS - 1) // (16 * GROUPS) * (16 * GROUPS)
+    if PARTS == 1:
+        x_ptrs = x_ptr + sources.to(gl.int64)[:, None] * ROW + x_value + chunk * (16 * GROUPS)
+    else:
+        start = (x_ptr + chunk * (16 * GROUPS)).to(gl.int64)
+        rows = gl.inline_asm_elementwise(
+            row_address(ROW * 2), "=l,r,l", [sources, start], dtype=gl.int64, is_pure=True, pack=1
+        )
+        x_ptrs = gl.multiple_of(rows.to(x_ptr.dtype), 16)[:, None] + x_value
+    load_async(smem[0].index(stage).slice(0, x_ptrs.shape[0]), x_ptrs, mask=(sources >= 0)[:, None])
 
 
 @gluon.jit
@@ -117,81 +135,108 @@ def fill_next(
     GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Decode the next tile's compressed scales, all at once; load them first where registers did not hold them."""
+    zero = opaque_zero() if len(windows) == 0 else 0
     held = windows
     if len(windows) == 0:
-        held = load_windows(scales, next_tile, 0, N, C, C, GATE, BLOCK_N)
-    exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
-    fill_strip(next_strip, scales, (held, exceptions), next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+        held = load_windows(scales, next_tile, 0, N, C, C, GATE, BLOCK_N, zero)
+    exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C, zero)
+    store_windows(next_strip, held, C, GROUPS, GATE, BLOCK_N, zero)
+    barrier()
+    patch_strip(next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+    barrier()
+
+
+@gluon.jit
+def load_part(
+    scales, smem, strip, chunk, stage, part, ROWS: gl.constexpr, GROUPS: gl.constexpr, C: gl.constexpr,
+    IS_FP16: gl.constexpr,
+):  # fmt: skip
+    """(words [ROWS, G], pairs of scales as operands [ROWS, G/2]) of a chunk and one part of a tile's rows."""
+    words = smem[1].index(stage).slice(part * ROWS, ROWS).load(group_layout(ROWS, GROUPS, gl.num_warps()))
+    if len(scales) == 4:
+        pairs = strip_pairs(strip + part * (ROWS * strip_stride(C, GROUPS)), chunk, ROWS, GROUPS, C)
+    else:
+        pairs = smem[2].index(stage).slice(part * ROWS, ROWS).load(group_layout(ROWS, GROUPS // 2, gl.num_warps()))
+    return words, group_scales(pairs, IS_FP16)
+
+
+@gluon.jit
+def replaced(values, index: gl.constexpr, value):
+    """The tuple `values` with another item `index`."""
+    out = ()
+    for i in gl.static_range(len(values)):
+        out = out + ((value if i == index else values[i]),)  # noqa: RUF005
+    return out
 
 
 @gluon.jit
 def multiply(
-    acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_tile,
+    sums, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_tile,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TWO_STRIPS: gl.constexpr,
 ):  # fmt: skip
-    """Unscaled sums of one tile. A chunk is unpacked while the products of the one before it run.
+    """Unscaled sums of one tile, part by part. A word is unpacked while the products of the one before it run.
 
     Compressed scales of the next tile are decoded on the way, if there are two strips, or else at the end."""
     C: gl.constexpr = K // 16
-    BLOCK_T: gl.constexpr = acc.shape[1]
-    MMA: gl.constexpr = acc.type.layout
+    ROWS: gl.constexpr = sums[0].shape[0]
+    PARTS: gl.constexpr = len(sums)
+    BLOCK_T: gl.constexpr = sums[0].shape[1]
+    MMA: gl.constexpr = sums[0].type.layout
     NUM_CHUNKS: gl.constexpr = (C + GROUPS - 1) // GROUPS
     IS_FP16: gl.constexpr = smem[0].dtype == gl.float16
     X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
     row = gl.arange(0, 2 * BLOCK_T, gl.SliceLayout(1, X_COPY))
     x_value = (row // BLOCK_T * (8 * GROUPS))[:, None] + gl.arange(0, 8 * GROUPS, gl.SliceLayout(0, X_COPY))[None, :]
-    x_ptrs = x_ptr + sources.to(gl.int64)[:, None] * (NUM_CHUNKS * 16 * GROUPS) + x_value
-    x_mask = (sources >= 0)[:, None]
     for chunk in gl.static_range(STAGES - 1):
         if chunk < NUM_CHUNKS:
             copy_chunk(
-                smem, w_ptr, scales, x_ptrs, x_mask, tile, chunk, chunk,
-                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS,
+                smem, w_ptr, scales, x_ptr, sources, x_value, tile, chunk, chunk,
+                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, PARTS,
             )  # fmt: skip
         async_copy.commit_group()
-    busy = gl.zeros([BLOCK_N, 8 * GROUPS], smem[0].dtype, gl.DotOperandLayout(0, MMA, 2))
+    busy = gl.zeros([ROWS, 8 * GROUPS], smem[0].dtype, gl.DotOperandLayout(0, MMA, 2))
     if len(scales) == 4:
         exceptions = load_exceptions(scales, (0, 0, 0, 0), 0, BLOCK_N, C)  # none
     for chunk in range(NUM_CHUNKS):
         async_copy.wait_group(STAGES - 2)
         hopper.fence_async_shared()
         stage = chunk % STAGES
-        words = smem[1].index(stage).load(group_layout(BLOCK_N, GROUPS, gl.num_warps()))
-        if len(scales) == 4:
-            scale_pairs = strip_pairs(strip, chunk, BLOCK_N, GROUPS, C)
-        else:
-            scale_pairs = smem[2].index(stage).load(group_layout(BLOCK_N, GROUPS // 2, gl.num_warps()))
-        factors = group_scales(scale_pairs, IS_FP16)
-        for word in gl.static_range(2):
-            left = weight_operand(words, factors, word, GROUPS, MMA, IS_FP16)
-            right = smem[0].index(stage).slice(word * BLOCK_T, BLOCK_T).permute([1, 0])
-            acc = hopper.warpgroup_mma(left, right, acc, is_async=True)
-            if word == 1:
-                barrier()  # every warp has waited for the last chunk's products: its stage is free
-                ahead = chunk + STAGES - 1
-                if NUM_CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
-                    if ahead < NUM_CHUNKS:
-                        copy_chunk(
-                            smem, w_ptr, scales, x_ptrs, x_mask, tile, ahead, ahead % STAGES,
-                            N, K, GATE, SWIZZLED, BLOCK_N, GROUPS,
-                        )  # fmt: skip
-                async_copy.commit_group()
-                if TWO_STRIPS and len(scales) == 4:  # each step of decoding between two chunks' barriers
-                    if chunk == NUM_CHUNKS - 2:
-                        store_windows(next_strip, windows, C, GROUPS, GATE, BLOCK_N)
-                        exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
-                    if chunk == NUM_CHUNKS - 1:
-                        patch_strip(
-                            next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N
-                        )
-            acc, _ = hopper.warpgroup_mma_wait(1, deps=[acc, busy])  # what products read keeps its registers until then
-            busy = left
-    acc, _ = hopper.warpgroup_mma_wait(0, deps=[acc, busy])
+        for part in gl.static_range(PARTS):
+            words, factors = load_part(scales, smem, strip, chunk, stage, part, ROWS, GROUPS, C, IS_FP16)
+            for word in gl.static_range(2):
+                left = weight_operand(words, factors, word, GROUPS, MMA, IS_FP16)
+                right = smem[0].index(stage).slice(word * BLOCK_T, BLOCK_T).permute([1, 0])
+                sums = replaced(sums, part, hopper.warpgroup_mma(left, right, sums[part], is_async=True))
+                if part == 0 and word == 1:
+                    barrier()  # every warp has waited for the last chunk's products: its stage is free
+                    ahead = chunk + STAGES - 1
+                    if NUM_CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+                        if ahead < NUM_CHUNKS:
+                            copy_chunk(
+                                smem, w_ptr, scales, x_ptr, sources, x_value, tile, ahead, ahead % STAGES,
+                                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, PARTS,
+                            )  # fmt: skip
+                    async_copy.commit_group()
+                    if TWO_STRIPS and len(scales) == 4:  # each step of decoding between two chunks' barriers
+                        if chunk == NUM_CHUNKS - 2:
+                            store_windows(next_strip, windows, C, GROUPS, GATE, BLOCK_N)
+                            exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
+                        if chunk == NUM_CHUNKS - 1:
+                            patch_strip(
+                                next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE,
+                                BLOCK_N,
+                            )  # fmt: skip
+                # What products in flight read and write keeps its registers until it is waited for.
+                waited = hopper.warpgroup_mma_wait(1, deps=sums + (busy,))  # noqa: RUF005
+                sums = waited[:PARTS]
+                busy = left
+    waited = hopper.warpgroup_mma_wait(0, deps=sums + (busy,))  # noqa: RUF005
+    sums = waited[:PARTS]
     barrier()  # the next tile's copies overwrite what the other warpgroup's products read
     if not TWO_STRIPS and len(scales) == 4:
         fill_next(next_strip, scales, windows, next_ranges, next_tile, N, C, GROUPS, GATE, BLOCK_N)
-    return acc
+    return sums
 
 
 @gluon.jit
@@ -199,25 +244,28 @@ def tile_sums(
     x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip, windows, next_ranges,
     next_tile, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
-    TWO_STRIPS: gl.constexpr,
+    TWO_STRIPS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Unscaled sums [BLOCK_N, BLOCK_T] of `tile`."""
-    acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, wgmma_layout(gl.num_warps(), BLOCK_T))
+    """Unscaled sums of `tile`, [BLOCK_N / PARTS, BLOCK_T] for each part of its rows."""
+    ROWS: gl.constexpr = BLOCK_N // PARTS
+    sums = ()
+    for _ in gl.static_range(PARTS):
+        sums = sums + (gl.zeros([ROWS, BLOCK_T], gl.float32, wgmma_layout(gl.num_warps(), BLOCK_T)),)  # noqa: RUF005
     if tile[0] < num_experts:
-        ROWS: gl.constexpr = word_rows_layout(BLOCK_T, 8 * GROUPS, gl.num_warps())
-        tokens = gl.arange(0, BLOCK_T, gl.SliceLayout(0, ROWS))
+        WORD_ROWS: gl.constexpr = word_rows_layout(BLOCK_T, 8 * GROUPS, gl.num_warps())
+        tokens = gl.arange(0, BLOCK_T, gl.SliceLayout(0, WORD_ROWS))
         sources = source_rows(tokens, gather_ptr, tile, num_sources)
-        sources = gl.full([2, BLOCK_T], 0, gl.int32, ROWS) + sources[None, :]
+        sources = gl.full([2, BLOCK_T], 0, gl.int32, WORD_ROWS) + sources[None, :]
         X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
         sources = gl.convert_layout(sources.reshape([2 * BLOCK_T]), gl.SliceLayout(1, X_COPY), assert_trivial=True)
-        acc = multiply(
-            acc, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_tile,
+        sums = multiply(
+            sums, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_tile,
             N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, STAGES, TWO_STRIPS,
         )  # fmt: skip
     elif len(scales) == 4:
         barrier()
         fill_next(next_strip, scales, windows, next_ranges, next_tile, N, K // 16, GROUPS, GATE, BLOCK_N)
-    return acc
+    return sums
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
@@ -238,6 +286,7 @@ def nvfp4_wgmma_kernel(
     N_TILES: gl.constexpr = (N + OUT_N - 1) // OUT_N
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     COMPRESSED: gl.constexpr = len(scales) == 4
+    PARTS: gl.constexpr = 2 if BLOCK_N * BLOCK_T > 64 * 32 * gl.num_warps() else 1  # or registers run out
     STRIP: gl.constexpr = BLOCK_N * strip_stride(C, GROUPS)
     TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT and C > GROUPS and gl.num_warps() > 4
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2))
@@ -258,7 +307,9 @@ def nvfp4_wgmma_kernel(
         row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
 
     pid = gl.program_id(0)
-    tile = find_tile(pid, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T)
+    tile = uniform(
+        find_tile(pid, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T)
+    )
     if COMPRESSED:
         first = clamped(tile, num_experts)
         ranges = exception_ranges(scales, first, num_experts, N, C, GATE, BLOCK_N)
@@ -275,26 +326,30 @@ def nvfp4_wgmma_kernel(
                 index + gl.num_programs(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts,
                 N_TILES, BLOCK_T,
             )  # fmt: skip
+            following = uniform(following)
             source = clamped(following, num_experts)
-            next_ranges = exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N)
+            next_ranges = uniform(exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N))
             if gl.num_warps() > 4:
                 next_windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
         else:
             tile = find_tile(
                 index, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
             )
+            tile = uniform(tile)
         is_small = tile[2] - tile[1] <= BLOCK_T // 4
         for part in gl.static_range(1, 5, 3):
             if is_small == (part == 4):
                 sums = tile_sums(
                     x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip,
                     next_windows, next_ranges, source, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
-                    STAGES, TWO_STRIPS,
+                    STAGES, TWO_STRIPS, PARTS,
                 )  # fmt: skip
-                store_tile(
-                    sums, tile, x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
-                    gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu, operand_shift(DTYPE),
-                    N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW, ROUNDED,
-                )  # fmt: skip
+                for i in gl.static_range(PARTS):
+                    store_tile(
+                        sums[i], (tile[0], tile[1], tile[2], tile[3] * PARTS + i), x_global_ptr, w_global_ptr,
+                        out_ptr, out_scales_ptr, out_global_ptr, gather_ptr, scatter_ptr, num_rows, num_sources,
+                        num_experts, strides, swiglu, operand_shift(DTYPE), N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW,
+                        ROUNDED,
+                    )  # fmt: skip
         tile = following
         strip, next_strip = next_strip, strip
