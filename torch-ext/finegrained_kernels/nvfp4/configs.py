@@ -21,6 +21,7 @@ class Config:
     `warpgroup`: Hopper's warpgroup products (wgmma_gemm.py), for many rows an expert; else mma_gemm.py.
     `max_registers`: of a thread, so that `programs_per_sm` programs fit; None leaves it to the compiler.
     `max_cols`: of compressed scales decoded at a time, for the same.
+    `chunks_at_once`: steps whose copies are asked for together; `num_stages` are a multiple of it.
     """
 
     block_n: int
@@ -32,6 +33,7 @@ class Config:
     warpgroup: bool = False
     max_registers: int | None = None
     max_cols: int = 176
+    chunks_at_once: int = 1
 
 
 @functools.lru_cache(maxsize=None)
@@ -64,12 +66,13 @@ def strip_stride(cols: int, groups: int) -> int:
 
 def strip_bytes(config: Config, depth: int) -> int:
     """Shared memory of a tile's decoded scales (csf_strip.py)."""
-    return whole_kb(config.block_n * strip_stride(strip_cols(config, depth), config.block_k // 16))
+    return whole(config.block_n * strip_stride(strip_cols(config, depth), config.block_k // 16), config.warpgroup)
 
 
-def whole_kb(num_bytes: int) -> int:
+def whole(num_bytes: int, warpgroup: bool) -> int:
     """What a strip declares: Triton's shared memory follows it, and warpgroup operands there are aligned to 1 KB."""
-    return -(-num_bytes // 1024) * 1024
+    unit = 1024 if warpgroup else 256
+    return -(-num_bytes // unit) * unit
 
 
 def reads_compressed(depth: int) -> bool:

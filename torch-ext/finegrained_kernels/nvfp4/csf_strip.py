@@ -22,7 +22,7 @@ from .tiles import barrier, group_layout
 
 STRIP_LIMIT = gl.constexpr(configs.MAX_STRIP_BYTES)
 strip_stride = gluon.constexpr_function(configs.strip_stride)
-whole_kb = gluon.constexpr_function(configs.whole_kb)
+whole = gluon.constexpr_function(configs.whole)
 
 OFFSET_TILE = gl.constexpr(TILE_BYTES)
 POSITION_BITS = gl.constexpr(NVFP4_CSF.position_bits)
@@ -98,25 +98,15 @@ def call(asm: gl.constexpr, constraints: gl.constexpr, operands):
 
 
 @gluon.jit
-def new_strip(num_rows, BLOCK_N: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.constexpr):
+def new_strip(num_rows, BLOCK_N: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.constexpr, WARPGROUP: gl.constexpr):
     """Shared address of the strip. Once a kernel, outside loops. `num_rows`: any int32 scalar."""
-    BYTES: gl.constexpr = whole_kb(BLOCK_N * strip_stride(COLS, GROUPS))
+    BYTES: gl.constexpr = whole(BLOCK_N * strip_stride(COLS, GROUPS), WARPGROUP)
     strip = gl.inline_asm_elementwise(declaration(BYTES), "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1)
     if COLS % GROUPS != 0:  # what lies past a row's end is multiplied by zeros, and must not be NaN
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         for i in gl.static_range(BYTES // 256):
             call(STORE_ZERO, "=r,r", [strip + i * 256 + 4 * gl.arange(0, 64, LAYOUT)])
     return strip
-
-
-ZERO = gl.constexpr("mov.u32 $0, 0; // $1")
-
-
-@gluon.jit
-def opaque_zero():
-    """0, which compilers do not know: what it is added to they compute where it is needed, not before the loop over
-    tiles, through which it would take registers."""
-    return gl.inline_asm_elementwise(ZERO, "=r,r", [gl.num_programs(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from .rounding import e2m1_from_value, gated_product, scale_from_amax
-from .tiles import store_layout
+from .tiles import opaque_zero, store_layout
 from .weight_ring import source_rows
 
 gl_scale_from_amax = gluon.jit(scale_from_amax.fn)
@@ -16,20 +16,21 @@ gl_gated_product = gluon.jit(gated_product.fn)
 
 @gluon.jit
 def scale_and_gate(
-    acc, expert, w_global_ptr, x_global_ptr, strides, swiglu,
+    acc, expert, of_none, w_global_ptr, x_global_ptr, strides, swiglu,
     SHIFT: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Sums times their globals; gated, [BLOCK_N, BLOCK_T] becomes [BLOCK_N / 2, BLOCK_T]."""
+    """Sums times their globals, those of rows of no expert times 0; gated, [BLOCK_N, BLOCK_T] becomes
+    [BLOCK_N / 2, BLOCK_T]."""
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
-    first = gl.load(w_global_ptr + expert * strides[0])
-    second = gl.load(w_global_ptr + expert * strides[0] + strides[1]) if GATE else first
+    first = gl.where(of_none, 0.0, gl.load(w_global_ptr + expert * strides[0]))
+    second = gl.where(of_none, 0.0, gl.load(w_global_ptr + expert * strides[0] + strides[1])) if GATE else first
     if x_global_ptr is None:  # a power of two: it may join the weights' global
         x_global = 1.0
         first *= SHIFT
         second *= SHIFT
     else:
-        x_global = gl.load(x_global_ptr + expert * strides[2]) * SHIFT
+        x_global = gl.where(of_none, 0.0, gl.load(x_global_ptr + expert * strides[2])) * SHIFT
     if GATE:
         gate, up = gl.split(acc.reshape([BLOCK_N // 16, 2, 8, BLOCK_T]).permute([0, 2, 3, 1]))
         gate = gate.reshape([BLOCK_N // 2, BLOCK_T]) * first * x_global
@@ -40,14 +41,37 @@ def scale_and_gate(
 
 
 @gluon.jit
+def token_halves(values):
+    """[BLOCK_N, T] as its first and its last T / 2 tokens."""
+    halves = values.reshape([values.shape[0], 2, values.shape[1] // 2])
+    return gl.split(halves.permute([0, 2, 1]))
+
+
+@gluon.jit
 def store_values(values, out_ptr, targets_ptr, first, end, n_tile, num_rows, N: gl.constexpr):
-    """Write a tile [BLOCK_N, BLOCK_T], already in the output's dtype, to its rows of out [S, N]."""
+    """Write a tile [BLOCK_N, BLOCK_T], already in the output's dtype, to its rows of out [S, N].
+
+    By way of shared memory, where a lane's values of one weight row become values of one token; 16 KB at a time.
+    """
     BLOCK_N: gl.constexpr = values.shape[0]
     LAYOUT: gl.constexpr = store_layout(BLOCK_N, 8 if values.shape[1] >= 64 else 4, gl.num_warps())
+    STAGED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    BYTES: gl.constexpr = BLOCK_N * values.shape[1] * (values.dtype.primitive_bitwidth // 8)
+    zero = opaque_zero() if values.shape[1] > 64 else 0  # with so many sums, registers are scarce
     cols = n_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    rows, ok = target_rows(targets_ptr, first, end, num_rows, gl.SliceLayout(0, LAYOUT), values.shape[1])
-    mask = (cols < N)[:, None] & ok[None, :]
-    gl.store(out_ptr + rows.to(gl.int64)[None, :] * N + cols[:, None], gl.convert_layout(values, LAYOUT), mask=mask)
+    parts = (values,)
+    for _ in gl.static_range(BYTES // 32768):
+        halves = ()
+        for i in gl.static_range(len(parts)):
+            halves = halves + token_halves(parts[i])
+        parts = halves
+    PART: gl.constexpr = parts[0].shape[1]
+    for i in gl.static_range(len(parts)):
+        staged = gl.allocate_shared_memory(values.dtype, [PART, BLOCK_N], STAGED, parts[i].permute([1, 0]))
+        rows, ok = target_rows(targets_ptr, first + (zero + i * PART), end, num_rows, gl.SliceLayout(0, LAYOUT), PART)
+        mask = (cols < N)[:, None] & ok[None, :]
+        by_token = staged.permute([1, 0]).load(LAYOUT)
+        gl.store(out_ptr + rows.to(gl.int64)[None, :] * N + cols[:, None], by_token, mask=mask)
 
 
 @gluon.jit
@@ -103,18 +127,20 @@ def store_tile(
     """From the sums [BLOCK_N, BLOCK_T] of `tile` (expert, first row, end row, n_tile) to the output."""
     expert, first, end, n_tile = tile
     TOKENS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-    of_none = expert >= num_experts
-    expert = gl.minimum(expert, num_experts - 1)
     if X_GLOBAL_PER_ROW:
         sources = source_rows(gl.arange(0, acc.shape[1], TOKENS), gather_ptr, tile, num_sources)
-        acc = acc * gl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[None, :]
+        acc = acc * gl.load(x_global_ptr + sources, mask=(sources >= 0) & (expert < num_experts), other=0.0)[None, :]
         x_global_ptr = None
-    values = scale_and_gate(acc, expert, w_global_ptr, x_global_ptr, strides, swiglu, SHIFT, GATE, HAS_LIMIT)
-    values = gl.where(of_none, 0.0, values)  # whatever their activations and the last expert's globals are
+    of_none = expert >= num_experts
+    values = scale_and_gate(
+        acc, gl.minimum(expert, num_experts - 1), of_none, w_global_ptr, x_global_ptr, strides, swiglu,
+        SHIFT, GATE, HAS_LIMIT,
+    )  # fmt: skip
     if out_scales_ptr is None:
         store_values(values.to(out_ptr.dtype.element_ty), out_ptr, scatter_ptr, first, end, n_tile, num_rows, N)
     else:
-        global_scale = gl.where(of_none, 1.0, gl.load(out_global_ptr + expert * strides[3]))
+        global_scale = gl.load(out_global_ptr + gl.minimum(expert, num_experts - 1) * strides[3])
+        global_scale = gl.where(of_none, 1.0, global_scale)
         store_quantized(
             values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, scatter_ptr, first, end, n_tile, num_rows, N
         )

@@ -212,6 +212,7 @@ def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments:
     if not config.warpgroup:
         compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
         constants["COLS"] = strip_cols(config, gemm.depth) if compressed else gemm.depth // GROUP
+        constants["BURST"] = config.chunks_at_once
     if config.max_registers:
         constants["maxnreg"] = config.max_registers
     arguments = (operands, x_global, gemm.b.view(torch.int64), scale_operands(gemm, config), *arguments)

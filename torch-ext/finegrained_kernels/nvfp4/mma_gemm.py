@@ -73,14 +73,15 @@ def multiply_chunk(acc, words, scale_pairs, x, BLOCK_N: gl.constexpr, BLOCK_T: g
 def start_copies(
     x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, BURST: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the first STAGES - 1 chunks of a tile."""
-    for chunk in gl.static_range(STAGES - 1):
+    """Fill the ring with the first chunks of a tile, all but BURST stages of it."""
+    for chunk in gl.static_range(STAGES - BURST):
         if chunk * GROUPS < K // 16:
             copy_weights(smem, w_ptr, scales, tile, chunk, chunk, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
             copy_tokens(x_smem, x_ptr, sources, chunk, chunk, BLOCK_T, GROUPS, K)
-        async_copy.commit_group()
+        if chunk % BURST == BURST - 1:
+            async_copy.commit_group()
 
 
 @gluon.jit
@@ -103,8 +104,11 @@ def multiply(
     acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, COLS: gl.constexpr,
+    BURST: gl.constexpr,
 ):  # fmt: skip
-    """Unscaled sums of one tile: a ring of STAGES chunks, STAGES - 1 of them in flight."""
+    """Unscaled sums of one tile: a ring of STAGES chunks, all but BURST of them in flight.
+
+    BURST chunks are asked for at a time, as memory is slow to give 64 bytes of a row now and the next ones later."""
     C: gl.constexpr = K // 16
     CHUNKS: gl.constexpr = (C + GROUPS - 1) // GROUPS
     W: gl.constexpr = gl.num_warps()
@@ -116,22 +120,27 @@ def multiply(
                 prefetch_windows(scales, tile, first_col + COLS, N, C, COLS, GATE, BLOCK_N)
             barrier()  # every warp is done with the strip
             fill_strip(strip, scales, part, ranges, tile[3], first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
-        for chunk in range(first_col // GROUPS, (first_col + COLS + GROUPS - 1) // GROUPS):
-            async_copy.wait_group(STAGES - 2)
-            ahead = chunk + STAGES - 1
-            if CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
-                if ahead < CHUNKS:
-                    stage = ahead % STAGES
-                    copy_weights(smem, w_ptr, scales, tile, ahead, stage, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
-                    copy_tokens(x_smem, x_ptr, sources, ahead, stage, BLOCK_T, GROUPS, K)
+        end = (first_col + COLS + GROUPS - 1) // GROUPS
+        for first in range(first_col // GROUPS, end, BURST):
+            async_copy.wait_group(STAGES // BURST - 2)
+            for i in gl.static_range(BURST):
+                ahead = first + STAGES - BURST + i
+                if CHUNKS > STAGES - BURST + i:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+                    if ahead < CHUNKS:
+                        stage = ahead % STAGES
+                        copy_weights(smem, w_ptr, scales, tile, ahead, stage, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
+                        copy_tokens(x_smem, x_ptr, sources, ahead, stage, BLOCK_T, GROUPS, K)
             async_copy.commit_group()
-            if has_strip(scales):
-                scale_pairs = strip_pairs(strip, chunk - first_col // GROUPS, BLOCK_N, GROUPS, COLS)
-            else:
-                scale_pairs = smem[1].index(chunk % STAGES).load(group_layout(BLOCK_N, GROUPS // 2, W))
-            words = smem[0].index(chunk % STAGES).load(group_layout(BLOCK_N, GROUPS, W))
-            x = x_smem.index(chunk % STAGES).load(token_layout(BLOCK_T, 4 * GROUPS, W))
-            acc = multiply_chunk(acc, words, scale_pairs, x, BLOCK_N, BLOCK_T, GROUPS)
+            for i in gl.static_range(BURST):
+                chunk = first + i
+                if chunk < end:
+                    if has_strip(scales):
+                        scale_pairs = strip_pairs(strip, chunk - first_col // GROUPS, BLOCK_N, GROUPS, COLS)
+                    else:
+                        scale_pairs = smem[1].index(chunk % STAGES).load(group_layout(BLOCK_N, GROUPS // 2, W))
+                    words = smem[0].index(chunk % STAGES).load(group_layout(BLOCK_N, GROUPS, W))
+                    x = x_smem.index(chunk % STAGES).load(token_layout(BLOCK_T, 4 * GROUPS, W))
+                    acc = multiply_chunk(acc, words, scale_pairs, x, BLOCK_N, BLOCK_T, GROUPS)
     return acc
 
 
@@ -142,6 +151,7 @@ def nvfp4_gemm_kernel(
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr, SWIZZLED: gl.constexpr,
     X_GLOBAL_PER_ROW: gl.constexpr, ROUNDED: gl.constexpr, BLOCK_E: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, COLS: gl.constexpr,
+    BURST: gl.constexpr,
 ):  # fmt: skip
     """scales: (scale bytes in pairs,), or in words of 8 if a tile's come all at once; or compressed, and decoded COLS
     columns at a time, (bases, words of codes, exceptions, exception offsets).
@@ -155,7 +165,7 @@ def nvfp4_gemm_kernel(
     w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
     if has_strip(scales):
         smem = (w_smem,)
-        strip = new_strip(num_rows, BLOCK_N, COLS, GROUPS)
+        strip = new_strip(num_rows, BLOCK_N, COLS, GROUPS, WARPGROUP=False)
     else:
         S_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         smem = (w_smem, gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], S_LAYOUT))
@@ -180,7 +190,7 @@ def nvfp4_gemm_kernel(
     if (gl.program_id(0) < num_tiles) & (tile[0] < num_experts):
         start_copies(
             x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
-            N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
+            N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES, BURST,
         )  # fmt: skip
     for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         following = find_tile(
@@ -194,14 +204,14 @@ def nvfp4_gemm_kernel(
         if tile[0] < num_experts:
             acc = multiply(
                 acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
-                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES, COLS,
+                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES, COLS, BURST,
             )  # fmt: skip
         # Before this tile is stored, so that it is not memory that the next one's first products wait for.
         held = first_scales(scales, clamped(following, num_experts), following_ranges, N, K // 16, COLS, GATE, BLOCK_N)
         if (index + gl.num_programs(0) < num_tiles) & (following[0] < num_experts):
             start_copies(
                 x_ptr, w_ptr, scales, following_sources, following, smem, x_smem,
-                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES,
+                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES, BURST,
             )  # fmt: skip
         store_tile(
             acc, tile, x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,

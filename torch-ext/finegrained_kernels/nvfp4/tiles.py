@@ -95,6 +95,16 @@ def uniform(values):
     return out
 
 
+ZERO = gl.constexpr("mov.u32 $0, 0; // $1")
+
+
+@gluon.jit
+def opaque_zero():
+    """0, which compilers do not know: what it is added to they compute where it is needed, not before the loop over
+    tiles, through which it would take registers."""
+    return gl.inline_asm_elementwise(ZERO, "=r,r", [gl.num_programs(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def powers(low: int, high: int) -> list:
     """The powers of two in [low, high)."""

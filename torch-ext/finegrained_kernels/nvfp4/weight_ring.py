@@ -18,11 +18,6 @@ def add(a, b):
 
 
 @gluon.jit
-def larger_of_each(a, b, c, d):
-    return gl.maximum(a, c), gl.maximum(b, d)
-
-
-@gluon.jit
 def group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E: gl.constexpr, BLOCK_T: gl.constexpr):
     """(row tiles up to and including every expert [BLOCK_E], all row tiles: also those of the rows of none)."""
     offs = gl.arange(0, BLOCK_E, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -48,10 +43,8 @@ def find_tile(
     elif expert_start_ptr is not None:
         experts = gl.arange(1, 1 + tile_ends.shape[0], tile_ends.type.layout)
         before = tile_ends <= row_tile
-        expert, first_tile = gl.reduce(
-            (gl.where(before, experts, 0), gl.where(before, tile_ends, 0)), 0, larger_of_each
-        )
-        expert = gl.minimum(expert, num_experts)
+        expert = gl.minimum(gl.max(gl.where(before, experts, 0), axis=0), num_experts)
+        first_tile = gl.max(gl.where(before, tile_ends, 0), axis=0)
         first = gl.load(expert_start_ptr + expert) + (row_tile - first_tile) * BLOCK_T
         end = gl.load(expert_start_ptr + expert + 1, mask=expert < num_experts, other=num_rows)
     else:

@@ -26,7 +26,6 @@ from .csf_strip import (
     load_exceptions,
     load_windows,
     new_strip,
-    opaque_zero,
     patch_strip,
     store_windows,
     strip_pairs,
@@ -39,6 +38,7 @@ from .tiles import (
     group_layout,
     group_scales,
     load_async,
+    opaque_zero,
     operand_shift,
     powers,
     to_slots,
@@ -286,14 +286,15 @@ def nvfp4_wgmma_kernel(
     N_TILES: gl.constexpr = (N + OUT_N - 1) // OUT_N
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     COMPRESSED: gl.constexpr = len(scales) == 4
-    PARTS: gl.constexpr = 2 if BLOCK_N * BLOCK_T > 64 * 32 * gl.num_warps() else 1  # or registers run out
+    ROWS: gl.constexpr = 16 * gl.num_warps()  # at least what all warps multiply at once
+    PARTS: gl.constexpr = BLOCK_N // ROWS if BLOCK_T > 64 else 1  # more rows of so many tokens, and registers run out
     STRIP: gl.constexpr = BLOCK_N * strip_stride(C, GROUPS)
     TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT and C > GROUPS and gl.num_warps() > 4
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2))
     w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
     if COMPRESSED:
         smem = (x_smem, w_smem)
-        strip = new_strip(num_rows, 2 * BLOCK_N if TWO_STRIPS else BLOCK_N, C, GROUPS)
+        strip = new_strip(num_rows, 2 * BLOCK_N if TWO_STRIPS else BLOCK_N, C, GROUPS, WARPGROUP=True)
         next_strip = strip + STRIP if TWO_STRIPS else strip
     else:
         S_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
