@@ -29,13 +29,16 @@ POSITION_BITS = gl.constexpr(NVFP4_CSF.position_bits)
 
 
 def _decode_words(count: int) -> str:
-    """PTX: the bytes of `count` words of 8 codes, to shared address $1; $2 is the base, in every byte."""
+    """PTX: the bytes of `count` words of 8 codes, to shared address $1; $2 is the base, in every byte.
+
+    The base is added before bytes are put in order: to what is left of a word without its high nibbles (one addition
+    of three), and to those shifted (one shift and addition).
+    """
     lines = ["{", f".reg .b32 l, h, r<{2 * count}>;"]
     for i in range(count):
-        lines += [f"and.b32 l, ${3 + i}, 0x0F0F0F0F;", f"shr.u32 h, ${3 + i}, 4;", "and.b32 h, h, 0x0F0F0F0F;"]
-        for half, order in enumerate((0x5140, 0x7362)):
-            lines += [f"prmt.b32 r{2 * i + half}, l, h, {order:#x};"]
-            lines += [f"add.u32 r{2 * i + half}, r{2 * i + half}, $2;"]
+        lines += [f"and.b32 h, ${3 + i}, 0xF0F0F0F0;", f"sub.u32 l, ${3 + i}, h;", "add.u32 l, l, $2;"]
+        lines += ["shr.u32 h, h, 4;", "add.u32 h, h, $2;"]
+        lines += [f"prmt.b32 r{2 * i + half}, l, h, {order:#x};" for half, order in enumerate((0x5140, 0x7362))]
     registers = ", ".join(f"r{i}" for i in range(2 * count))
     return "\n".join([*lines, f"st.shared.v{2 * count}.b32 [$1], {{{registers}}};", "mov.b32 $0, 0;", "}"])
 
