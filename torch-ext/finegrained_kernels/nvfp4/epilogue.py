@@ -16,25 +16,31 @@ gl_gated_product = gluon.jit(gated_product.fn)
 
 @gluon.jit
 def scale_and_gate(
-    acc, expert, w_global_ptr, x_global_ptr, strides, swiglu,
+    acc, expert, of_none, w_global_ptr, x_global_ptr, strides, swiglu,
     SHIFT: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Sums times their globals; gated, [BLOCK_N, BLOCK_T] becomes [BLOCK_N / 2, BLOCK_T]."""
+    """Sums times their globals; gated, [BLOCK_N, BLOCK_T] becomes [BLOCK_N / 2, BLOCK_T].
+
+    Of no expert, sums are zeros. Globals are made zeros, whatever the last expert's are, and what gates harmless:
+    results then are zeros without a selection for each.
+    """
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
-    first = gl.load(w_global_ptr + expert * strides[0])
-    second = gl.load(w_global_ptr + expert * strides[0] + strides[1]) if GATE else first
+    first = gl.where(of_none, 0.0, gl.load(w_global_ptr + expert * strides[0]))
+    second = gl.where(of_none, 0.0, gl.load(w_global_ptr + expert * strides[0] + strides[1])) if GATE else first
     if x_global_ptr is None:  # a power of two: it may join the weights' global
         x_global = 1.0
         first *= SHIFT
         second *= SHIFT
     else:
-        x_global = gl.load(x_global_ptr + expert * strides[2]) * SHIFT
+        x_global = gl.where(of_none, 0.0, gl.load(x_global_ptr + expert * strides[2])) * SHIFT
     if GATE:
         gate, up = gl.split(acc.reshape([BLOCK_N // 16, 2, 8, BLOCK_T]).permute([0, 2, 3, 1]))
         gate = gate.reshape([BLOCK_N // 2, BLOCK_T]) * first * x_global
         up = up.reshape([BLOCK_N // 2, BLOCK_T]) * second * x_global
-        return gl_gated_product(gate, up, swiglu[0], swiglu[1], HAS_LIMIT)
+        alpha = gl.where(of_none, 0.0, swiglu[0])
+        limit = gl.where(of_none, float("inf"), swiglu[1])
+        return gl_gated_product(gate, up, alpha, limit, HAS_LIMIT)
     else:
         return acc * first * x_global
 
@@ -107,10 +113,10 @@ def store_tile(
     expert = gl.minimum(expert, num_experts - 1)
     if X_GLOBAL_PER_ROW:
         sources = source_rows(gl.arange(0, acc.shape[1], TOKENS), gather_ptr, tile, num_sources)
-        acc = acc * gl.load(x_global_ptr + sources, mask=sources >= 0, other=0.0)[None, :]
+        ok = (sources >= 0) & (tile[0] < num_experts)
+        acc = acc * gl.load(x_global_ptr + sources, mask=ok, other=0.0)[None, :]
         x_global_ptr = None
-    values = scale_and_gate(acc, expert, w_global_ptr, x_global_ptr, strides, swiglu, SHIFT, GATE, HAS_LIMIT)
-    values = gl.where(of_none, 0.0, values)  # whatever their activations and the last expert's globals are
+    values = scale_and_gate(acc, expert, of_none, w_global_ptr, x_global_ptr, strides, swiglu, SHIFT, GATE, HAS_LIMIT)
     if out_scales_ptr is None:
         store_values(values.to(out_ptr.dtype.element_ty), out_ptr, scatter_ptr, first, end, n_tile, num_rows, N)
     else:
