@@ -147,17 +147,17 @@ def exception_ranges(
     if len(scales) == 4:
         HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
         PLANE: gl.constexpr = 2 * N * C if GATE else N * C
-        offsets_ptr = scales[3] + gl.minimum(tile[0], num_experts - 1) * ((PLANE + OFFSET_TILE - 1) // OFFSET_TILE)
+        plane = gl.minimum(tile[0], num_experts - 1) * ((PLANE + OFFSET_TILE - 1) // OFFSET_TILE)
         gate_count = 0
         for half in gl.static_range(2 if GATE else 1):
             if has_exact_ranges(N, C, HALF):
-                first_ptr = offsets_ptr + tile[3] * (HALF * C // OFFSET_TILE) + half * (N * C // OFFSET_TILE)
+                first_ptr = scales[3] + (plane + tile[3] * (HALF * C // OFFSET_TILE)) + half * (N * C // OFFSET_TILE)
                 end_ptr = first_ptr + HALF * C // OFFSET_TILE
             else:
                 first = (half * N + tile[3] * HALF) * C
-                first_ptr = offsets_ptr + first // OFFSET_TILE
+                first_ptr = scales[3] + (plane + first // OFFSET_TILE)
                 end = gl.minimum(first + HALF * C, (half + 1) * N * C)
-                end_ptr = offsets_ptr + (end + OFFSET_TILE - 1) // OFFSET_TILE
+                end_ptr = scales[3] + (plane + (end + OFFSET_TILE - 1) // OFFSET_TILE)
             first = gl.load(first_ptr) - gate_count
             gate_count = gl.load(end_ptr) - first
             ranges = ranges + (first, gate_count)  # noqa: RUF005 (Triton tuples do not unpack)
@@ -336,7 +336,7 @@ def store_exceptions(
     address = row * STRIDE + col
     start = strip - n_tile * (BLOCK_N * STRIDE)
     if GATE:
-        address = address + row // 8 * (8 * STRIDE)
+        address = address + (row - row % 8) * STRIDE
         start = gl.where(is_up, start + (8 - 2 * N) * STRIDE, start)
     address = address.to(gl.int32, bitcast=True) + start
     call(STORE_BYTE, "=r,r,r,r", [address, (words >> POSITION_BITS).to(gl.int32, bitcast=True), exists.to(gl.int32)])
