@@ -360,14 +360,13 @@ def fill_strip(
     strip, scales, held, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
     GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Decode or copy what `load_scales` holds. Every warp must be done with the strip; ends with a barrier."""
+    """Decode or copy what `load_scales` holds. Every warp must be done with the strip; a barrier must follow."""
     if len(scales) == 4:
         store_windows(strip, held[0], COLS, GROUPS, GATE, BLOCK_N)
         barrier()
         patch_strip(strip, scales, held[1], ranges, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
     else:
         store_plain(strip, held, C, GROUPS, GATE, BLOCK_N)
-    barrier()
 
 
 @gluon.jit

@@ -118,6 +118,8 @@ def multiply(
             fill_strip(strip, scales, part, ranges, tile[3], first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
         for chunk in range(first_col // GROUPS, (first_col + COLS + GROUPS - 1) // GROUPS):
             async_copy.wait_group(STAGES - 2)
+            if has_strip(scales):
+                barrier()  # what filled the strip; Triton sees it, and adds none for what the copies brought
             ahead = chunk + STAGES - 1
             if CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
                 if ahead < CHUNKS:

@@ -317,6 +317,7 @@ def nvfp4_wgmma_kernel(
         windows = load_windows(scales, first, 0, N, C, C, GATE, BLOCK_N)
         exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
         fill_strip(strip, scales, (windows, exceptions), ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+        barrier()
     for index in range(pid, row_tiles * N_TILES, gl.num_programs(0)):
         following = tile
         source = tile
