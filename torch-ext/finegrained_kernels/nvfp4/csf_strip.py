@@ -329,11 +329,12 @@ def store_exceptions(
         exists = exists & (position - first.to(gl.uint32) < end.to(gl.uint32))
     # Of rows in the plane, and the first one's address taken off: both are linear, as tiles begin at whole 8 rows.
     row = position // C
-    col = position - row * C
-    if COLS != C:
-        col = col - first_col.to(gl.uint32)
-        exists = exists & (col < COLS)
-    address = row * STRIDE + col
+    if COLS == C:
+        address = position + row * (STRIDE - C)
+    else:
+        address = position - row * C - first_col.to(gl.uint32)
+        exists = exists & (address < COLS)
+        address += row * STRIDE
     start = strip - n_tile * (BLOCK_N * STRIDE)
     if GATE:
         address = address + (row - row % 8) * STRIDE
