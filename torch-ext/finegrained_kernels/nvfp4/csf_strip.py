@@ -29,13 +29,16 @@ POSITION_BITS = gl.constexpr(NVFP4_CSF.position_bits)
 
 
 def _decode_words(count: int) -> str:
-    """PTX: the bytes of `count` words of 8 codes, to shared address $1; $2 is the base, in every byte."""
+    """PTX: the bytes of `count` words of 8 codes, to shared address $1; $2 is the base, in every byte.
+
+    The base is added before bytes are put in order: to what is left of a word without its high nibbles (one addition
+    of three), and to those shifted (one shift and addition).
+    """
     lines = ["{", f".reg .b32 l, h, r<{2 * count}>;"]
     for i in range(count):
-        lines += [f"and.b32 l, ${3 + i}, 0x0F0F0F0F;", f"shr.u32 h, ${3 + i}, 4;", "and.b32 h, h, 0x0F0F0F0F;"]
-        for half, order in enumerate((0x5140, 0x7362)):
-            lines += [f"prmt.b32 r{2 * i + half}, l, h, {order:#x};"]
-            lines += [f"add.u32 r{2 * i + half}, r{2 * i + half}, $2;"]
+        lines += [f"and.b32 h, ${3 + i}, 0xF0F0F0F0;", f"sub.u32 l, ${3 + i}, h;", "add.u32 l, l, $2;"]
+        lines += ["shr.u32 h, h, 4;", "add.u32 h, h, $2;"]
+        lines += [f"prmt.b32 r{2 * i + half}, l, h, {order:#x};" for half, order in enumerate((0x5140, 0x7362))]
     registers = ", ".join(f"r{i}" for i in range(2 * count))
     return "\n".join([*lines, f"st.shared.v{2 * count}.b32 [$1], {{{registers}}};", "mov.b32 $0, 0;", "}"])
 
@@ -44,7 +47,7 @@ DECODE_ONE = gl.constexpr(_decode_words(1))
 DECODE_TWO = gl.constexpr(_decode_words(2))
 STORE_BYTE = gl.constexpr("""{
 .reg .pred p;
-setp.ge.s32 p, $1, 0;
+setp.ne.s32 p, $3, 0;
 @p st.shared.u8 [$1], $2;
 mov.b32 $0, 0;
 }""")
@@ -115,29 +118,39 @@ def strip_row(row, half, GATE: gl.constexpr):
     return row // 8 * 16 + half * 8 + row % 8 if GATE else row
 
 
+@gluon.constexpr_function
+def has_exact_ranges(N: int, C: int, HALF: int) -> bool:
+    """Whether offset tiles begin and end where a tile's HALF rows of each half do."""
+    return HALF * C % TILE_BYTES == 0 and N % HALF == 0
+
+
 @gluon.jit
 def exception_ranges(
     scales, tile, num_experts, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """(first, end) of the exceptions of a tile's rows, and of its up rows, give or take those of an offset tile.
+    """Where the exceptions of a tile's rows are, give or take those of an offset tile: (first, how many), and with GATE
+    (first of gate, how many of gate, the first of up less that, how many in all).
 
     Nothing for scales that are not compressed; something that exists for a tile of no expert.
     """
     ranges = ()
     if len(scales) == 4:
+        HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
         PLANE: gl.constexpr = 2 * N * C if GATE else N * C
-        ROWS: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-        offsets_ptr = scales[3] + gl.minimum(tile[0], num_experts - 1) * ((PLANE + OFFSET_TILE - 1) // OFFSET_TILE)
-        for half in gl.static_range(2):
-            first = (half * N + tile[3] * ROWS) * C
-            end = gl.minimum(first + ROWS * C, (half + 1) * N * C)
-            if GATE or half == 0:
-                first = gl.load(offsets_ptr + first // OFFSET_TILE)
-                end = gl.load(offsets_ptr + (end + OFFSET_TILE - 1) // OFFSET_TILE)
+        plane = gl.minimum(tile[0], num_experts - 1) * ((PLANE + OFFSET_TILE - 1) // OFFSET_TILE)
+        gate_count = 0
+        for half in gl.static_range(2 if GATE else 1):
+            if has_exact_ranges(N, C, HALF):
+                first_ptr = scales[3] + (plane + tile[3] * (HALF * C // OFFSET_TILE)) + half * (N * C // OFFSET_TILE)
+                end_ptr = first_ptr + HALF * C // OFFSET_TILE
             else:
-                first = 0
-                end = 0
-            ranges = ranges + (first, end)  # noqa: RUF005 (Triton tuples do not unpack)
+                first = (half * N + tile[3] * HALF) * C
+                first_ptr = scales[3] + (plane + first // OFFSET_TILE)
+                end = gl.minimum(first + HALF * C, (half + 1) * N * C)
+                end_ptr = scales[3] + (plane + (end + OFFSET_TILE - 1) // OFFSET_TILE)
+            first = gl.load(first_ptr) - gate_count
+            gate_count = gl.load(end_ptr) - first
+            ranges = ranges + (first, gate_count)  # noqa: RUF005 (Triton tuples do not unpack)
     return ranges
 
 
@@ -231,16 +244,24 @@ def prefetch_windows(
 
 
 @gluon.jit
-def load_exceptions(csf, ranges, begin, BLOCK_N: gl.constexpr, COLS: gl.constexpr, zero=0):
-    """(exception words, half, whether they exist) from place `begin` of a tile's exceptions, gate before up."""
-    index = begin + zero + gl.arange(
-        0, exception_block(BLOCK_N, COLS, gl.num_warps()), gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    )
-    first = ranges[1] - ranges[0]
-    half = (index >= first).to(gl.int32)
-    exists = index < first + (ranges[3] - ranges[2])
-    place = index + gl.where(half == 1, ranges[2] - first, ranges[0])
-    return gl.load(csf[2] + place, mask=exists, other=0), half, exists
+def exception_places(ranges, begin, BLOCK_X: gl.constexpr):
+    """(places, whether they are of up, whether they exist) from place `begin` on of a tile's exceptions, gate first."""
+    place = begin + gl.arange(0, BLOCK_X, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return place, place >= ranges[1] if len(ranges) == 4 else False, place < ranges[len(ranges) - 1]
+
+
+@gluon.jit
+def load_exceptions(csf, ranges, begin, BLOCK_N: gl.constexpr, COLS: gl.constexpr):
+    """Exception words from place `begin` on of a tile's."""
+    place, is_up, exists = exception_places(ranges, begin, exception_block(BLOCK_N, COLS, gl.num_warps()))
+    place = place + (gl.where(is_up, ranges[2], ranges[0]) if len(ranges) == 4 else ranges[0])
+    return gl.load(csf[2] + place, mask=exists, other=0)
+
+
+@gluon.jit
+def no_exceptions(BLOCK_N: gl.constexpr, COLS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.zeros([exception_block(BLOCK_N, COLS, gl.num_warps())], gl.int32, LAYOUT)
 
 
 @gluon.jit
@@ -281,24 +302,35 @@ def store_windows(
 
 @gluon.jit
 def store_exceptions(
-    strip, exceptions, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GROUPS: gl.constexpr,
-    GATE: gl.constexpr, BLOCK_N: gl.constexpr,
+    strip, words, ranges, begin, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
+    GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Store those of `exceptions` that lie in the tile's rows and the strip's columns."""
-    words, half, exists = exceptions
+    """Store those of `words`, exceptions from place `begin` on, that lie in the tile's rows and the strip's columns."""
     HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    position = (words & ((1 << POSITION_BITS) - 1)) - (half * N + n_tile * HALF) * C
-    exists = exists & (position >= 0) & (position < HALF * C)
-    if N % HALF != 0:
-        exists = exists & (n_tile * (HALF * C) + position < N * C)
+    STRIDE: gl.constexpr = strip_stride(COLS, GROUPS)
+    _, is_up, exists = exception_places(ranges, begin, words.shape[0])
+    words = words.to(gl.uint32, bitcast=True)
+    position = words & ((1 << POSITION_BITS) - 1)
+    if not has_exact_ranges(N, C, HALF):
+        first = n_tile * (HALF * C)
+        end = gl.minimum(HALF * C, N * C - first)
+        if GATE:
+            first = gl.where(is_up, first + N * C, first)
+        exists = exists & (position - first.to(gl.uint32) < end.to(gl.uint32))
+    # Of rows in the plane, and the first one's address taken off: both are linear, as tiles begin at whole 8 rows.
     row = position // C
-    col = position % C
-    if COLS != C:
-        col = col - first_col
-        exists = exists & (col >= 0) & (col < COLS)
-    address = strip + strip_row(row, half, GATE) * strip_stride(COLS, GROUPS) + col
-    value = (words.to(gl.uint32, bitcast=True) >> POSITION_BITS).to(gl.int32)
-    call(STORE_BYTE, "=r,r,r", [gl.where(exists, address, -1), value])
+    if COLS == C:
+        address = position + row * (STRIDE - C)
+    else:
+        address = position - row * C - first_col.to(gl.uint32)
+        exists = exists & (address < COLS)
+        address += row * STRIDE
+    start = strip - n_tile * (BLOCK_N * STRIDE)
+    if GATE:
+        address = address + (row - row % 8) * STRIDE
+        start = gl.where(is_up, start + (8 - 2 * N) * STRIDE, start)
+    address = address.to(gl.int32, bitcast=True) + start
+    call(STORE_BYTE, "=r,r,r,r", [address, (words >> POSITION_BITS).to(gl.int32, bitcast=True), exists.to(gl.int32)])
 
 
 @gluon.jit
@@ -307,11 +339,11 @@ def patch_strip(
     GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Store the loaded exceptions over the windows, and what further ones there are."""
-    store_exceptions(strip, exceptions, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
-    BLOCK_X: gl.constexpr = exceptions[0].shape[0]
-    for begin in range(BLOCK_X, ranges[1] - ranges[0] + ranges[3] - ranges[2], BLOCK_X):
+    store_exceptions(strip, exceptions, ranges, 0, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+    BLOCK_X: gl.constexpr = exceptions.shape[0]
+    for begin in range(BLOCK_X, ranges[len(ranges) - 1], BLOCK_X):
         late = load_exceptions(csf, ranges, begin, BLOCK_N, COLS)
-        store_exceptions(strip, late, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+        store_exceptions(strip, late, ranges, begin, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
 
 
 @gluon.jit
@@ -319,14 +351,13 @@ def fill_strip(
     strip, scales, held, ranges, n_tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr,
     GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Decode or copy what `load_scales` holds. Every warp must be done with the strip; ends with a barrier."""
+    """Decode or copy what `load_scales` holds. Every warp must be done with the strip; a barrier must follow."""
     if len(scales) == 4:
         store_windows(strip, held[0], COLS, GROUPS, GATE, BLOCK_N)
         barrier()
         patch_strip(strip, scales, held[1], ranges, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
     else:
         store_plain(strip, held, C, GROUPS, GATE, BLOCK_N)
-    barrier()
 
 
 @gluon.jit

@@ -19,8 +19,11 @@ def scale_and_gate(
     acc, expert, of_none, w_global_ptr, x_global_ptr, strides, swiglu,
     SHIFT: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Sums times their globals, those of rows of no expert times 0; gated, [BLOCK_N, BLOCK_T] becomes
-    [BLOCK_N / 2, BLOCK_T]."""
+    """Sums times their globals; gated, [BLOCK_N, BLOCK_T] becomes [BLOCK_N / 2, BLOCK_T].
+
+    Of no expert, sums are zeros. Globals are made zeros, whatever the last expert's are, and what gates harmless:
+    results then are zeros without a selection for each.
+    """
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
     first = gl.where(of_none, 0.0, gl.load(w_global_ptr + expert * strides[0]))
@@ -35,7 +38,9 @@ def scale_and_gate(
         gate, up = gl.split(acc.reshape([BLOCK_N // 16, 2, 8, BLOCK_T]).permute([0, 2, 3, 1]))
         gate = gate.reshape([BLOCK_N // 2, BLOCK_T]) * first * x_global
         up = up.reshape([BLOCK_N // 2, BLOCK_T]) * second * x_global
-        return gl_gated_product(gate, up, swiglu[0], swiglu[1], HAS_LIMIT)
+        alpha = gl.where(of_none, 0.0, swiglu[0])
+        limit = gl.where(of_none, float("inf"), swiglu[1])
+        return gl_gated_product(gate, up, alpha, limit, HAS_LIMIT)
     else:
         return acc * first * x_global
 
@@ -127,20 +132,18 @@ def store_tile(
     """From the sums [BLOCK_N, BLOCK_T] of `tile` (expert, first row, end row, n_tile) to the output."""
     expert, first, end, n_tile = tile
     TOKENS: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+    of_none = expert >= num_experts
+    expert = gl.minimum(expert, num_experts - 1)
     if X_GLOBAL_PER_ROW:
         sources = source_rows(gl.arange(0, acc.shape[1], TOKENS), gather_ptr, tile, num_sources)
-        acc = acc * gl.load(x_global_ptr + sources, mask=(sources >= 0) & (expert < num_experts), other=0.0)[None, :]
+        ok = (sources >= 0) & (tile[0] < num_experts)
+        acc = acc * gl.load(x_global_ptr + sources, mask=ok, other=0.0)[None, :]
         x_global_ptr = None
-    of_none = expert >= num_experts
-    values = scale_and_gate(
-        acc, gl.minimum(expert, num_experts - 1), of_none, w_global_ptr, x_global_ptr, strides, swiglu,
-        SHIFT, GATE, HAS_LIMIT,
-    )  # fmt: skip
+    values = scale_and_gate(acc, expert, of_none, w_global_ptr, x_global_ptr, strides, swiglu, SHIFT, GATE, HAS_LIMIT)
     if out_scales_ptr is None:
         store_values(values.to(out_ptr.dtype.element_ty), out_ptr, scatter_ptr, first, end, n_tile, num_rows, N)
     else:
-        global_scale = gl.load(out_global_ptr + gl.minimum(expert, num_experts - 1) * strides[3])
-        global_scale = gl.where(of_none, 1.0, global_scale)
+        global_scale = gl.where(of_none, 1.0, gl.load(out_global_ptr + expert * strides[3]))
         store_quantized(
             values.to(ROUNDED), out_ptr, out_scales_ptr, global_scale, scatter_ptr, first, end, n_tile, num_rows, N
         )

@@ -123,6 +123,8 @@ def multiply(
         end = (first_col + COLS + GROUPS - 1) // GROUPS
         for first in range(first_col // GROUPS, end, BURST):
             async_copy.wait_group(STAGES // BURST - 2)
+            if has_strip(scales):
+                barrier()  # what filled the strip; Triton sees it, and adds none for what the copies brought
             for i in gl.static_range(BURST):
                 ahead = first + STAGES - BURST + i
                 if CHUNKS > STAGES - BURST + i:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102

@@ -26,6 +26,7 @@ from .csf_strip import (
     load_exceptions,
     load_windows,
     new_strip,
+    no_exceptions,
     patch_strip,
     store_windows,
     strip_pairs,
@@ -139,7 +140,7 @@ def fill_next(
     held = windows
     if len(windows) == 0:
         held = load_windows(scales, next_tile, 0, N, C, C, GATE, BLOCK_N, zero)
-    exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C, zero)
+    exceptions = load_exceptions(scales, next_ranges, zero, BLOCK_N, C)
     store_windows(next_strip, held, C, GROUPS, GATE, BLOCK_N, zero)
     barrier()
     patch_strip(next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
@@ -197,7 +198,7 @@ def multiply(
         async_copy.commit_group()
     busy = gl.zeros([ROWS, 8 * GROUPS], smem[0].dtype, gl.DotOperandLayout(0, MMA, 2))
     if len(scales) == 4:
-        exceptions = load_exceptions(scales, (0, 0, 0, 0), 0, BLOCK_N, C)  # none
+        exceptions = no_exceptions(BLOCK_N, C)
     for chunk in range(NUM_CHUNKS):
         async_copy.wait_group(STAGES - 2)
         hopper.fence_async_shared()
@@ -317,6 +318,7 @@ def nvfp4_wgmma_kernel(
         windows = load_windows(scales, first, 0, N, C, C, GATE, BLOCK_N)
         exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
         fill_strip(strip, scales, (windows, exceptions), ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+        barrier()
     for index in range(pid, row_tiles * N_TILES, gl.num_programs(0)):
         following = tile
         source = tile
