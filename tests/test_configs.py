@@ -46,12 +46,13 @@ def geometry(configs, config, depth: int) -> tuple[int, int, int]:
 
 
 def declared_bytes(configs, config, depth: int) -> int:
-    """What the kernels declare, in whole KB: a strip; two for warpgroups that have an SM alone, if two fit and a tile
-    has a second chunk."""
+    """What the kernels declare: a strip, in whole KB for warpgroups, else in 256 bytes; two for warpgroups that have an
+    SM alone, if two fit and a tile has a second chunk."""
     _, _, stride = geometry(configs, config, depth)
     strip = config.block_n * stride
     two = config.warpgroup and config.num_warps > 4 and 2 * strip <= UNASKED and depth > config.block_k
-    return -(-(2 * strip if two else strip) // 1024) * 1024
+    unit = 1024 if config.warpgroup else 256
+    return -(-(2 * strip if two else strip) // unit) * unit
 
 
 def stage_bytes(config) -> int:
@@ -89,6 +90,7 @@ def test_every_tile_gets_its_shared_memory(configs, tiles):
         assert ring + min(rearranged, 16 << 10) + declared <= OF_AN_SM, where
         assert ring > UNASKED or ring + rearranged + declared <= UNASKED, where
         assert tile.block_n in (32, 64, 128, 256) and tile.block_n >= 16 * tile.num_warps, where
+        assert tile.num_stages % tile.chunks_at_once == 0 and tile.num_stages > tile.chunks_at_once, where
         assert configs.with_strip(tile, depth, result_bytes) == tile, where
 
 
@@ -133,7 +135,7 @@ def test_tiles_are_changed_only_where_they_must_be(configs, tiles):
             assert dataclasses.replace(tile, num_stages=config.num_stages) == config, (depth, config, tile)
             if tile != config:
                 beside = configs.strip_bytes(tile, depth) + tile.block_n * tile.block_t * 4
-                fewer = (tile.num_stages - 1) * stage_bytes(tile)
+                fewer = (tile.num_stages - tile.chunks_at_once) * stage_bytes(tile)
                 assert fewer <= UNASKED < fewer + beside, (depth, config, tile)
 
 

@@ -105,7 +105,7 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
     rest = config.block_n * config.block_t * result_bytes + strip_bytes(config, depth)
     while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + rest:
-        config = replace(config, num_stages=config.num_stages + 1)
+        config = replace(config, num_stages=config.num_stages + config.chunks_at_once)
     return config
 
 
