@@ -94,6 +94,21 @@ def test_every_tile_gets_its_shared_memory(configs, tiles):
         assert configs.with_strip(tile, depth, result_bytes) == tile, where
 
 
+def test_dense_scales_come_whole_only_where_memory_is_left(configs, tiles):
+    """Warpgroup tiles beside as many others as they are tuned for."""
+    found = set()
+    for depth, tile, result_bytes in itertools.product((64, *DEPTHS), tiles, (1, 2, 4)):
+        if not configs.comes_whole(tile, depth, result_bytes):
+            continue
+        found.add((tile.warpgroup, tile.num_warps > 4))
+        declared = declared_bytes(configs, tile, depth)
+        assert depth % 128 == 0 and declared <= UNASKED, (depth, tile)
+        shared = tile.num_stages * stage_bytes(tile) + declared
+        programs = tile.programs_per_sm if tile.warpgroup else 1
+        assert programs * (shared + 1024) <= OF_AN_SM + 1024, (depth, tile, result_bytes)
+    assert found == {(False, False), (True, False), (True, True)}
+
+
 def test_tuned_tiles_of_compressed_scales_run_as_they_were_tuned(configs):
     """With results in 16 bits: others may need a deeper ring."""
     for name in TABLES:

@@ -14,6 +14,7 @@ from ..device import num_sms
 MAX_STRIP_BYTES = 48 << 10
 """Shared memory that a kernel may declare by itself, on every GPU."""
 
+
 @dataclass(frozen=True)
 class Config:
     """Tile of one program: `block_n` weight rows by `block_t` routed rows, `block_k` deep a step.
@@ -111,10 +112,22 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
 
 @functools.lru_cache(maxsize=4096)
 def comes_whole(config: Config, depth: int, result_bytes: int) -> bool:
-    """Whether a tile's dense scales are copied into a strip, all at once: those of short rows, of which a chunk's share
-    is so little that every sector of memory would be read several times."""
-    short = depth % 128 == 0 and depth <= 1024 and not config.warpgroup
-    return short and with_strip(config, depth, result_bytes) == config
+    """Whether a tile's dense scales are copied into a strip, all at once, and not a chunk's share at a time, which is
+    so little that every sector of memory is read several times. Measured: those of short rows; of warpgroup tiles
+    those of rows long enough to hide it, if registers hold them and shared memory is left."""
+    if config.warpgroup:
+        words_a_lane = config.block_n * depth // (16 * 8 * 32 * config.num_warps)
+        if depth <= 1024 or words_a_lane * config.num_warps > 80:
+            return False
+        parts = config.block_n // (16 * config.num_warps) if config.block_t > 64 else 1
+        results = min(16 << 10, config.block_n * config.block_t * result_bytes // parts)
+        ring = config.num_stages * (config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2)
+        strips = strip_bytes(config, depth) * (2 if config.num_warps > 4 else 1)
+        if config.programs_per_sm * (ring + strips + results + 1024) > 228 << 10:
+            return False
+    elif depth > 1024:
+        return False
+    return depth % 128 == 0 and with_strip(config, depth, result_bytes) == config
 
 
 @functools.lru_cache(maxsize=4096)

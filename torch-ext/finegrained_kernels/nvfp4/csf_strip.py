@@ -194,14 +194,14 @@ def load_windows(
 
 
 @gluon.jit
-def load_plain(scales_ptr, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
+def load_plain(scales_ptr, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr, zero=0):
     """The dense scales of a tile's rows, int64 words in registers; a lane's are a row's, or an equal part of one's."""
     expert, _, _, n_tile = tile
     PARTS: gl.constexpr = row_parts(BLOCK_N, C, gl.num_warps())
     HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
     HALVES: gl.constexpr = 2 if GATE else 1
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    segment = gl.arange(0, BLOCK_N * PARTS, LANES)
+    segment = gl.arange(0, BLOCK_N * PARTS, LANES) + zero
     row = segment // PARTS % HALF
     ok = n_tile * HALF + row < N if N % HALF != 0 else row >= 0
     start_ptr = scales_ptr + (expert.to(gl.int64) * (HALVES * N) + n_tile * HALF) * (C // 8)
@@ -214,11 +214,11 @@ def load_plain(scales_ptr, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.cons
 
 
 @gluon.jit
-def store_plain(strip, words, C: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr):
+def store_plain(strip, words, C: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr, zero=0):
     """Store what `load_plain` holds. Every warp must be done with the strip."""
     PARTS: gl.constexpr = row_parts(BLOCK_N, C, gl.num_warps())
     HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    segment = gl.arange(0, BLOCK_N * PARTS, words[0].type.layout)
+    segment = gl.arange(0, BLOCK_N * PARTS, words[0].type.layout) + zero
     row = strip_row(segment // PARTS % HALF, segment // (PARTS * HALF), GATE)
     address = strip + row * strip_stride(C, GROUPS) + segment % PARTS * (C // PARTS)
     for i in gl.static_range(len(words)):

@@ -69,7 +69,7 @@ def store_values(values, out_ptr, targets_ptr, first, end, n_tile, num_rows, N: 
         halves = ()
         for i in gl.static_range(len(parts)):
             halves = halves + token_halves(parts[i])
-        parts = halves
+        parts = halves  # type: ignore[assignment]  # a longer tuple
     PART: gl.constexpr = parts[0].shape[1]
     for i in gl.static_range(len(parts)):
         staged = gl.allocate_shared_memory(values.dtype, [PART, BLOCK_N], STAGED, parts[i].permute([1, 0]))

@@ -127,7 +127,7 @@ def multiply(
                 barrier()  # what filled the strip; Triton sees it, and adds none for what the copies brought
             for i in gl.static_range(BURST):
                 ahead = first + STAGES - BURST + i
-                if CHUNKS > STAGES - BURST + i:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+                if STAGES - BURST + i < CHUNKS:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
                     if ahead < CHUNKS:
                         stage = ahead % STAGES
                         copy_weights(smem, w_ptr, scales, tile, ahead, stage, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)

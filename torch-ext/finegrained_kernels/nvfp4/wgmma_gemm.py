@@ -24,10 +24,13 @@ from .csf_strip import (
     exception_ranges,
     fill_strip,
     load_exceptions,
+    load_plain,
+    load_scales,
     load_windows,
     new_strip,
     no_exceptions,
     patch_strip,
+    store_plain,
     store_windows,
     strip_pairs,
     strip_stride,
@@ -46,7 +49,7 @@ from .tiles import (
     uniform,
     word_values,
 )
-from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, row_swizzle, source_rows
+from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, has_strip, row_swizzle, source_rows
 
 PERMUTE_BLOCK = 4096
 
@@ -131,20 +134,42 @@ def copy_chunk(
 
 
 @gluon.jit
+def hold(scales, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr, zero=0):
+    """A tile's scales in registers, but for exceptions."""
+    if len(scales) == 4:
+        return load_windows(scales, tile, 0, N, C, C, GATE, BLOCK_N, zero)
+    else:
+        return load_plain(scales[0], tile, N, C, GATE, BLOCK_N, zero)
+
+
+@gluon.jit
+def store_held(
+    strip, scales, held, C: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr, zero=0
+):
+    """Store what `hold` loaded. Every warp must be done with the strip."""
+    if len(scales) == 4:
+        store_windows(strip, held, C, GROUPS, GATE, BLOCK_N, zero)
+    else:
+        store_plain(strip, held, C, GROUPS, GATE, BLOCK_N, zero)
+
+
+@gluon.jit
 def fill_next(
-    next_strip, scales, windows, next_ranges, next_tile, N: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr,
+    next_strip, scales, held, next_ranges, next_tile, N: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr,
     GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Decode the next tile's compressed scales, all at once; load them first where registers did not hold them."""
-    zero = opaque_zero() if len(windows) == 0 else 0
-    held = windows
-    if len(windows) == 0:
-        held = load_windows(scales, next_tile, 0, N, C, C, GATE, BLOCK_N, zero)
-    exceptions = load_exceptions(scales, next_ranges, zero, BLOCK_N, C)
-    store_windows(next_strip, held, C, GROUPS, GATE, BLOCK_N, zero)
+    """Store the next tile's scales, all at once; load them first where registers did not hold them."""
+    zero = opaque_zero() if len(held) == 0 else 0
+    loaded = held
+    if len(held) == 0:
+        loaded = hold(scales, next_tile, N, C, GATE, BLOCK_N, zero)
+    if len(scales) == 4:
+        exceptions = load_exceptions(scales, next_ranges, zero, BLOCK_N, C)
+    store_held(next_strip, scales, loaded, C, GROUPS, GATE, BLOCK_N, zero)
     barrier()
-    patch_strip(next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
-    barrier()
+    if len(scales) == 4:
+        patch_strip(next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+        barrier()
 
 
 @gluon.jit
@@ -154,7 +179,7 @@ def load_part(
 ):  # fmt: skip
     """(words [ROWS, G], pairs of scales as operands [ROWS, G/2]) of a chunk and one part of a tile's rows."""
     words = smem[1].index(stage).slice(part * ROWS, ROWS).load(group_layout(ROWS, GROUPS, gl.num_warps()))
-    if len(scales) == 4:
+    if has_strip(scales):
         pairs = strip_pairs(strip + part * (ROWS * strip_stride(C, GROUPS)), chunk, ROWS, GROUPS, C)
     else:
         pairs = smem[2].index(stage).slice(part * ROWS, ROWS).load(group_layout(ROWS, GROUPS // 2, gl.num_warps()))
@@ -172,7 +197,7 @@ def replaced(values, index: gl.constexpr, value):
 
 @gluon.jit
 def multiply(
-    sums, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_tile,
+    sums, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, held, next_ranges, next_tile,
     N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TWO_STRIPS: gl.constexpr,
 ):  # fmt: skip
@@ -219,15 +244,17 @@ def multiply(
                                 N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, PARTS,
                             )  # fmt: skip
                     async_copy.commit_group()
-                    if TWO_STRIPS and len(scales) == 4:  # each step of decoding between two chunks' barriers
+                    if TWO_STRIPS and has_strip(scales):  # each step between two chunks' barriers
                         if chunk == NUM_CHUNKS - 2:
-                            store_windows(next_strip, windows, C, GROUPS, GATE, BLOCK_N)
-                            exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
-                        if chunk == NUM_CHUNKS - 1:
-                            patch_strip(
-                                next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE,
-                                BLOCK_N,
-                            )  # fmt: skip
+                            store_held(next_strip, scales, held, C, GROUPS, GATE, BLOCK_N)
+                            if len(scales) == 4:
+                                exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
+                        if len(scales) == 4:  # alone: not known with the other  # noqa: SIM102
+                            if chunk == NUM_CHUNKS - 1:
+                                patch_strip(
+                                    next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE,
+                                    BLOCK_N,
+                                )  # fmt: skip
                 # What products in flight read and write keeps its registers until it is waited for.
                 waited = hopper.warpgroup_mma_wait(1, deps=sums + (busy,))  # noqa: RUF005
                 sums = waited[:PARTS]
@@ -235,14 +262,14 @@ def multiply(
     waited = hopper.warpgroup_mma_wait(0, deps=sums + (busy,))  # noqa: RUF005
     sums = waited[:PARTS]
     barrier()  # the next tile's copies overwrite what the other warpgroup's products read
-    if not TWO_STRIPS and len(scales) == 4:
-        fill_next(next_strip, scales, windows, next_ranges, next_tile, N, C, GROUPS, GATE, BLOCK_N)
+    if not TWO_STRIPS and has_strip(scales):
+        fill_next(next_strip, scales, held, next_ranges, next_tile, N, C, GROUPS, GATE, BLOCK_N)
     return sums
 
 
 @gluon.jit
 def tile_sums(
-    x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip, windows, next_ranges,
+    x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip, held, next_ranges,
     next_tile, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
     TWO_STRIPS: gl.constexpr, PARTS: gl.constexpr,
@@ -260,12 +287,12 @@ def tile_sums(
         X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
         sources = gl.convert_layout(sources.reshape([2 * BLOCK_T]), gl.SliceLayout(1, X_COPY), assert_trivial=True)
         sums = multiply(
-            sums, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, windows, next_ranges, next_tile,
+            sums, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, held, next_ranges, next_tile,
             N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, STAGES, TWO_STRIPS,
         )  # fmt: skip
-    elif len(scales) == 4:
+    elif has_strip(scales):
         barrier()
-        fill_next(next_strip, scales, windows, next_ranges, next_tile, N, K // 16, GROUPS, GATE, BLOCK_N)
+        fill_next(next_strip, scales, held, next_ranges, next_tile, N, K // 16, GROUPS, GATE, BLOCK_N)
     return sums
 
 
@@ -279,21 +306,21 @@ def nvfp4_wgmma_kernel(
 ):  # fmt: skip
     """As `nvfp4_gemm_kernel`, on permuted activations. A tile of few rows is multiplied as one of BLOCK_T / 4.
 
-    Of compressed scales, the next tile's are loaded before this tile is multiplied, and decoded meanwhile; by 4 warps,
-    which share a multiprocessor with 4 others and have neither the registers nor a second strip for it, afterwards.
+    Of scales that have a strip, the next tile's are loaded before this tile is multiplied, and stored meanwhile; by 4
+    warps, which share a multiprocessor with 4 others and have neither the registers nor a second strip, afterwards.
     """
     C: gl.constexpr = K // 16
     OUT_N: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
     N_TILES: gl.constexpr = (N + OUT_N - 1) // OUT_N
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    COMPRESSED: gl.constexpr = len(scales) == 4
+    HAS_STRIP: gl.constexpr = has_strip(scales)
     ROWS: gl.constexpr = 16 * gl.num_warps()  # at least what all warps multiply at once
     PARTS: gl.constexpr = BLOCK_N // ROWS if BLOCK_T > 64 else 1  # more rows of so many tokens, and registers run out
     STRIP: gl.constexpr = BLOCK_N * strip_stride(C, GROUPS)
     TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT and C > GROUPS and gl.num_warps() > 4
     x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2))
     w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
-    if COMPRESSED:
+    if HAS_STRIP:
         smem = (x_smem, w_smem)
         strip = new_strip(num_rows, 2 * BLOCK_N if TWO_STRIPS else BLOCK_N, C, GROUPS, WARPGROUP=True)
         next_strip = strip + STRIP if TWO_STRIPS else strip
@@ -309,22 +336,19 @@ def nvfp4_wgmma_kernel(
         row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
 
     pid = gl.program_id(0)
-    tile = uniform(
-        find_tile(pid, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T)
-    )
-    if COMPRESSED:
+    tile = uniform(find_tile(pid, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T))
+    if HAS_STRIP:
         first = clamped(tile, num_experts)
         ranges = exception_ranges(scales, first, num_experts, N, C, GATE, BLOCK_N)
-        windows = load_windows(scales, first, 0, N, C, C, GATE, BLOCK_N)
-        exceptions = load_exceptions(scales, ranges, 0, BLOCK_N, C)
-        fill_strip(strip, scales, (windows, exceptions), ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+        loaded = load_scales(scales, first, ranges, 0, N, C, C, GATE, BLOCK_N)
+        fill_strip(strip, scales, loaded, ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
         barrier()
     for index in range(pid, row_tiles * N_TILES, gl.num_programs(0)):
         following = tile
         source = tile
         next_ranges = ()
-        next_windows = ()
-        if COMPRESSED:
+        held = ()
+        if HAS_STRIP:
             following = find_tile(
                 index + gl.num_programs(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts,
                 N_TILES, BLOCK_T,
@@ -333,7 +357,7 @@ def nvfp4_wgmma_kernel(
             source = clamped(following, num_experts)
             next_ranges = uniform(exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N))
             if gl.num_warps() > 4:
-                next_windows = load_windows(scales, source, 0, N, C, C, GATE, BLOCK_N)
+                held = hold(scales, source, N, C, GATE, BLOCK_N)
         else:
             tile = find_tile(
                 index, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
@@ -344,7 +368,7 @@ def nvfp4_wgmma_kernel(
             if is_small == (part == 4):
                 sums = tile_sums(
                     x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip,
-                    next_windows, next_ranges, source, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
+                    held, next_ranges, source, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
                     STAGES, TWO_STRIPS, PARTS,
                 )  # fmt: skip
                 for i in gl.static_range(PARTS):
