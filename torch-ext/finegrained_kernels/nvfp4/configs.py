@@ -114,10 +114,11 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
 def comes_whole(config: Config, depth: int, result_bytes: int) -> bool:
     """Whether a tile's dense scales are copied into a strip, all at once, and not a chunk's share at a time, which is
     so little that every sector of memory is read several times. Measured: those of short rows; of warpgroup tiles
-    those of rows long enough to hide it, if registers hold them and shared memory is left."""
+    those of rows long enough to hide it, behind products or another tile, if registers and shared memory hold them."""
     if config.warpgroup:
         words_a_lane = config.block_n * depth // (16 * 8 * 32 * config.num_warps)
-        if depth <= 1024 or words_a_lane * config.num_warps > 80:
+        hidden = config.num_warps > 4 or config.programs_per_sm > 1
+        if depth <= 1024 or not hidden or words_a_lane * config.num_warps > 80:
             return False
         parts = config.block_n // (16 * config.num_warps) if config.block_t > 64 else 1
         results = min(16 << 10, config.block_n * config.block_t * result_bytes // parts)
