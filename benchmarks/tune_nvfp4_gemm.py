@@ -44,9 +44,15 @@ SMALL = [  # block_n, block_k, num_warps, num_stages
     (128, 128, 2, 4), (128, 128, 4, 4), (128, 128, 8, 4), (128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 3),
     (128, 512, 8, 3), (256, 128, 8, 4), (256, 256, 8, 3),
 ]  # fmt: skip
+TIGHT = [  # of 8 tokens: block_n, block_k, num_warps, num_stages, and what lets more of them share a multiprocessor
+    (64, 256, 2, 2, {"max_registers": 128}), (64, 256, 4, 2, {"max_registers": 128}),
+    (64, 256, 4, 3, {"max_registers": 128}), (64, 128, 2, 3, {"max_registers": 128}),
+    (64, 128, 2, 4, {"max_registers": 128, "chunks_at_once": 2}),
+    (64, 256, 2, 2, {"max_registers": 144, "max_cols": 80}),
+]  # fmt: skip
 LARGE = [  # block_n, block_t, num_warps, num_stages
-    (64, 64, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 4),
-    (128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 5), (256, 128, 8, 4),
+    (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 4),
+    (128, 128, 4, 2), (128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 5), (256, 128, 8, 4),
 ]  # fmt: skip
 
 
@@ -129,6 +135,8 @@ def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
         for block_t, shapes in tiles
         for block_n, block_k, warps, stages in shapes
     ]
+    if mean <= 2:
+        found += [configs.Config(n, k, 8, warps, stages, 1, **limits) for n, k, warps, stages, limits in TIGHT]
     if mean > 16:
         found += [configs.Config(n, 128, t, warps, stages, 1, warpgroup=True) for n, t, warps, stages in LARGE]
     if kind == "compressed":
@@ -138,10 +146,12 @@ def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
     return dict.fromkeys(found)
 
 
-def strip_bytes(bundle: ModuleType, config, depth: int) -> int:
-    """Shared memory that the kernel declares beside Triton's: one strip of decoded scales, two for warpgroups that have
-    an SM alone, if they fit."""
-    configs = part(bundle, "nvfp4.configs")
+def strip_bytes(bundle: ModuleType, config, gemm, kind: str) -> int:
+    """Shared memory that the kernel declares beside Triton's: one strip of scales, if there is one, two for warpgroups
+    that have an SM alone, if they fit."""
+    configs, depth = part(bundle, "nvfp4.configs"), gemm.depth
+    if kind == "dense" and not configs.comes_whole(config, depth, part(bundle, "nvfp4.launch").result_bytes(gemm)):
+        return 0
     strip = configs.strip_bytes(config, depth)
     two = config.warpgroup and config.num_warps > 4 and depth > config.block_k and 2 * strip <= configs.MAX_STRIP_BYTES
     return 2 * strip if two else strip
@@ -195,7 +205,7 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", default=list(CASES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64, 512, 4096])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 16, 64, 512, 4096, 16384])
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dense"])
     parser.add_argument("--seconds", type=float, default=200)
     arguments = parser.parse_args()
@@ -223,7 +233,7 @@ def main() -> None:
 def time_candidates(bundle: ModuleType, arguments, plan: dict, failed: set, began: float) -> None:
     rows, entries = [], []
     for case, kind in itertools.product(arguments.cases, arguments.scales):
-        experts, _, depth, _ = CASES[case]
+        experts = CASES[case][0]
         weights = make_weights(bundle, case, list(range(experts)), kind)
         for tokens in arguments.tokens:
             routing = uniform_routing(bundle, tokens, experts)
@@ -237,9 +247,7 @@ def time_candidates(bundle: ModuleType, arguments, plan: dict, failed: set, bega
                 if time.monotonic() - began > arguments.seconds:
                     print("out of time", flush=True)
                     break
-                results += time_config(
-                    bundle, gemm, config, strip_bytes(bundle, config, depth) if kind != "dense" else 0
-                )
+                results += time_config(bundle, gemm, config, strip_bytes(bundle, config, gemm, kind))
             results.sort(key=lambda result: result[1])
             for config, micros in results[:3]:
                 print(
@@ -249,9 +257,9 @@ def time_candidates(bundle: ModuleType, arguments, plan: dict, failed: set, bega
             sys.stdout.flush()
             rows += [(case, kind, tokens, roof, micros, config) for config, micros in results]
             if results:
-                entry = {"n": gemm.b.shape[1], "k": depth, "rows_per_expert": tokens * TOP_K / experts}
+                entry = {"n": gemm.b.shape[1], "k": gemm.depth, "rows_per_expert": tokens * TOP_K / experts}
                 entry |= {"compressed": True} if kind == "compressed" else {}
-                entries.append(entry | {"config": dataclasses.asdict(results[0][0])})
+                entries.append(entry | {"config": without_defaults(results[0][0])})
         del weights
     write(arguments.out, rows, merged(arguments.bundle, entries))
 
@@ -269,6 +277,10 @@ def time_config(bundle: ModuleType, gemm, config, declared: int) -> list:
         chosen = dataclasses.replace(config, programs_per_sm=programs)
         results.append((chosen, time_cold(lambda c=chosen: launch.run_on_gpu(gemm, c), samples=7).p50))
     return results
+
+
+def without_defaults(config) -> dict:
+    return {f.name: value for f in dataclasses.fields(config) if (value := getattr(config, f.name)) != f.default}
 
 
 def merged(directory: Path, entries: list[dict]) -> list[dict]:

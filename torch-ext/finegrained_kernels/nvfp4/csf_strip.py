@@ -2,9 +2,10 @@
 
 Compressed scales are decoded into it. A strip holds a slice of the tile's columns: all of them, or where rows are
 long, an equal part at a time. Its codes, bases and exceptions are loaded (`load_windows`, `load_exceptions`) and become
-bytes: every window first, then, after a barrier, the exceptions over them. Dense scales of short rows are copied into
-it (`load_plain`); others come chunk by chunk, with the weights. Products read the same bytes from everywhere
-(`strip_pairs`). A lane fills whole rows, or an equal part of one, so that it needs few bases and addresses.
+bytes: every window first, then, after a barrier, the exceptions over them. Dense scales that come whole
+(`configs.comes_whole`) are copied into it (`load_plain`); others come chunk by chunk, with the weights. Products read
+the same bytes from everywhere (`strip_pairs`). A lane fills whole rows, or an equal part of one, so that it needs few
+bases and addresses.
 
 Exceptions go to computed addresses, which Gluon's shared memory does not take, so the strip is a shared variable of its
 own, declared and addressed in PTX.
