@@ -1,7 +1,8 @@
 """What do compressed scales cost and save in a whole model?
 
 `python benchmarks/model.py [--layers 24] [--out FILE]` on a GPU, with `LOCAL_KERNELS` naming a built bundle;
-`--tiny` runs the same code on small shapes, on a CPU too, to see that it runs. Needs the extra [transformers].
+`--tiny --out FILE` runs the same code on small shapes, on a CPU too, to see that it runs. Needs the extra
+[transformers].
 
 A Qwen3-Next with real expert shapes, 512 experts of 640 x 2560, top 10, and a shared expert, made on the GPU: random
 packed weights, and random scale planes with the exception rates of real ones, 1.02 % (gate, up) and 0.22 % (down). All
@@ -53,6 +54,9 @@ SHAPE = {
     "num_experts": QWEN_NEXT.num_experts,
     "num_experts_per_tok": QWEN_NEXT.top_k,
 }
+FULL = {"layers": 24, "samples": 12, "prefill": [2048, 8192], "decode": [1, 8, 64]}
+FULL["out"] = Path(__file__).parent / "results" / "model.csv"
+FEW = {"layers": 2, "samples": 2, "prefill": [64, 256], "decode": [1, 8], "out": None}
 TINY = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256}
 
 
@@ -314,14 +318,19 @@ def bench_case(case: Case, samples: int, memory: dict[str, dict], results: harne
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--samples", type=int, default=12, help="of prefill; decode takes four times as many")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192])
-    parser.add_argument("--decode", type=int, nargs="*", default=[1, 8, 64])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "model.csv")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--samples", type=int, help="of prefill; decode takes four times as many")
+    parser.add_argument("--prefill", type=int, nargs="*")
+    parser.add_argument("--decode", type=int, nargs="*")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="for the CSV, where git does not know it")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="needs --out: its rows are no results")
+    parser.set_defaults(**FULL)
+    if parser.parse_args().tiny:
+        parser.set_defaults(**FEW)
     args = parser.parse_args()
+    if args.out is None:
+        parser.error("--tiny needs --out")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     begin = time.perf_counter()
     torch.backends.cuda.enable_cudnn_sdp(False)  # it differs from call to call, and logits are compared bit for bit

@@ -109,23 +109,24 @@ def exercise_gemms(bundle: ModuleType, device: str) -> None:
     configs, launch = (importlib.import_module(f"{bundle.__name__}.nvfp4.{name}") for name in ("configs", "launch"))
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         chosen = launch.choose_config
-        for tile in largest_tiles(configs):  # real shapes get them, where there are rows enough
+        for tile in tiles_of_each_kind(configs):  # real shapes get them, where there are rows enough
             options = {"activation_format": "bf16", "gate": True}
             launch.choose_config = lambda *_, tile=tile: tile
             exercise_gemm(bundle, device, "grouped", 272, 320, 150, options)
+            if tile.warpgroup:  # whole scales, and results in parts
+                exercise_gemm(bundle, device, "grouped", 144, 1152, 150, options | {"gate": False})
             launch.choose_config = lambda *_, tile=tile: configs.with_strip(tile, 384)
+            exercise_gemm(bundle, device, "grouped", 272, 384, 150, options)
             exercise_gemm(bundle, device, "grouped", 272, 384, 150, options | {"compressed": True})
         launch.choose_config = chosen
 
 
-def largest_tiles(configs: ModuleType) -> list:
-    """The largest shipped tile of each tensor-core kernel."""
+def tiles_of_each_kind(configs: ModuleType) -> list:
+    """The largest shipped tile of each kernel, of those with as many warps that ask for as many chunks at once."""
     table = configs.load_table("NVIDIA H200")
     shipped = [config for entries in table.values() for _, config in entries]
-    return [
-        max((tile for tile in shipped if tile.warpgroup is warpgroup), key=lambda tile: tile.block_n * tile.block_t)
-        for warpgroup in (False, True)
-    ]
+    shipped.sort(key=lambda tile: tile.block_n * tile.block_t)
+    return list({(tile.warpgroup, tile.num_warps, tile.chunks_at_once): tile for tile in shipped}.values())
 
 
 def exercise_rows(bundle: ModuleType, device: str) -> None:

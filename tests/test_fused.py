@@ -40,7 +40,7 @@ AXES = {
     "kind": ("ordinary", "any", "nan"),
     "output": ("own", "float32"),  # which hides less
 }  # fmt: skip
-TILES = (  # block_n, block_k, block_t, num_warps, num_stages, programs_per_sm, warpgroup
+TILES = (  # block_n, block_k, block_t, num_warps, num_stages, programs_per_sm, warpgroup and what else `Config` has
     None,  # as the bundle chooses
     (64, 256, 8, 4, 3, 3, False),
     (64, 256, 8, 2, 2, 4, False),
@@ -55,6 +55,9 @@ TILES = (  # block_n, block_k, block_t, num_warps, num_stages, programs_per_sm, 
     (128, 128, 64, 8, 4, 1, True),
     (256, 128, 64, 8, 4, 1, True),
     (128, 128, 128, 8, 4, 1, True),
+    (128, 128, 128, 4, 2, 2, True),
+    (64, 128, 8, 2, 4, 8, False, 128, 176, 2),  # two chunks asked for at a time
+    (64, 256, 8, 2, 2, 7, False, 144, 80),  # half of K 2560 decoded at a time
 )
 TOP_K = 2
 
@@ -70,7 +73,7 @@ def is_possible(choice: dict) -> bool:
     if tile is None:
         return True
     depth = choice["shape"][1] if "shape" in choice else 128
-    return reads_compressed(depth) and not (tile[-1] and choice.get("op") == "batched")
+    return reads_compressed(depth) and not (tile[6] and choice.get("op") == "batched")
 
 
 def pairwise(axes: dict[str, tuple], seed: int = 0) -> Iterator[dict]:
@@ -232,7 +235,7 @@ def one_configuration(bundle, depth: int, tile: tuple | None) -> Iterator[list]:
 
 
 def needs_hopper(tile: tuple | None) -> bool:
-    return tile is not None and tile[-1] and torch.cuda.get_device_capability()[0] != 9
+    return tile is not None and tile[6] and torch.cuda.get_device_capability()[0] != 9
 
 
 def test_every_pair_is_in_a_scenario():

@@ -29,7 +29,7 @@ pointers = dict(x_ptr="*bf16", w_ptr="*i64", w_global_ptr="*fp32", out_ptr="*bf1
                 gather_ptr="*i32")
 scales = {scales}
 constants = dict(N=272, K={depth}, GATE={gate}, HAS_LIMIT=False, SWIZZLED=False, X_GLOBAL_PER_ROW=False,
-                 ROUNDED=triton.language.bfloat16, BLOCK_E=8, GROUPS=8, STAGES=4, **{tile})
+                 ROUNDED=triton.language.bfloat16, BLOCK_E=32, GROUPS=8, **{tile})
 absent = ("x_global_ptr", "out_scales_ptr", "out_global_ptr", "expert_ids_ptr", "scatter_ptr")
 constants |= dict.fromkeys(absent)
 scalars = dict.fromkeys(("num_rows", "num_sources", "num_experts"), "i32")
@@ -43,7 +43,7 @@ compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict
 Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
 """
 
-DENSE, COMPRESSED = ("*i16",), ("*u8", "*i32", "*i32", "*i32")
+DENSE, WHOLE, COMPRESSED = ("*i16",), ("*i64",), ("*u8", "*i32", "*i32", "*i32")
 
 PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+),")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
@@ -106,7 +106,28 @@ def overwritten_operands(instructions: list[str], labels: dict[str, int]) -> lis
 def test_products_in_flight_keep_their_operands(
     bundle_dir, run_python, tmp_path, block_n, block_t, warps, gate, scales, depth
 ):
-    tile = {"BLOCK_N": block_n, "BLOCK_T": block_t}
+    check_products(bundle_dir, run_python, tmp_path, (block_n, block_t, warps, 4), gate, scales, depth)
+
+
+@pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton ships no nvdisasm")
+@pytest.mark.parametrize(
+    ("tile", "gate", "scales", "depth"),
+    [
+        ((128, 128, 4, 2), True, COMPRESSED, 2560),
+        ((128, 128, 4, 2), False, WHOLE, 2048),
+        ((128, 128, 8, 4), True, WHOLE, 2560),
+        ((128, 64, 4, 3), True, WHOLE, 2560),
+    ],
+)
+def test_products_of_tiles_in_parts_and_of_whole_scales_do_too(
+    bundle_dir, run_python, tmp_path, tile, gate, scales, depth
+):
+    check_products(bundle_dir, run_python, tmp_path, tile, gate, scales, depth)
+
+
+def check_products(bundle_dir, run_python, tmp_path, tile, gate, scales, depth) -> None:
+    block_n, block_t, warps, stages = tile
+    tile = {"BLOCK_N": block_n, "BLOCK_T": block_t, "STAGES": stages}
     variant = str(bundle_dir)
     run_python(COMPILE.format(variant=variant, tile=tile, warps=warps, gate=gate, scales=scales, depth=depth))
     instructions, labels = read_sass(tmp_path / "kernel.cubin")

@@ -260,6 +260,33 @@ def test_a_config_without_quantization_does_not_load_packed_bytes(damaged):
         load(root)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q: q.update(quant_algo="FP8"), r"quantization_config: quant_algo is 'FP8'"),
+        (lambda q: q.update(quant_algo="W4A8_AWQ"), r"quantization_config: quant_algo is 'W4A8_AWQ'"),
+        (
+            lambda q: q["quantized_layers"]["model.layers.1.mlp.experts"].update(group_size=32),
+            "experts: group_size is 32",
+        ),
+        (lambda q: q["quantized_layers"].update({f"{EXPERT}.upp_proj": {"quant_algo": "NVFP4"}}), r"upp_proj: named"),
+        (
+            lambda q: q["quantized_layers"].update({"model.layers.1.mlp.experts.77.up_proj": {"quant_algo": "NVFP4"}}),
+            r"experts.77.up_proj: named as NVFP4, but the checkpoint has no such expert",
+        ),
+    ],
+)
+def test_a_config_that_contradicts_its_checkpoint(damaged, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        load(damaged(config=lambda config: change(config["quantization_config"])))
+
+
+def test_a_negative_second_level_scale(damaged):
+    name = f"{EXPERT}.up_proj.weight_scale_2"
+    with pytest.raises(CheckpointError, match=rf"{name}: is -1.0, which is no scale"):
+        load(damaged(put(name, torch.tensor(-1.0))))
+
+
 def test_a_config_given_by_hand_is_not_changed(paths):
     config = AutoConfig.from_pretrained(paths["csf"])
     before = json.dumps(config.quantization_config, sort_keys=True)

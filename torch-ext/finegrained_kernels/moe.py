@@ -47,7 +47,7 @@ BATCHED_MAX_ROWS = 32
 def choose_strategy(num_tokens: int, is_read_by_kernels: bool) -> str:
     """The strategy of a call that names none: fused where the GEMMs of this device read compressed scales themselves.
 
-    Many tokens read every scale several times, and decoding it once is less work.
+    More tokens than were measured read every scale many times, and decoding it once is less work.
     """
     return "fused" if is_read_by_kernels and num_tokens <= FUSED_MAX_TOKENS else "staged"
 
@@ -217,7 +217,7 @@ def moe_forward(
         top_k_weights: floating point `[M, top_k]`.
         activation_format: None for W4A4, "bf16" for W4A16.
         swiglu_alpha, swiglu_limit: as in `matmul_grouped`.
-        strategy: how compressed scales are read, "staged" or "fused"; None: fused up to 8,192 tokens, where kernels of
+        strategy: how compressed scales are read, "staged" or "fused"; None: fused up to 32,768 tokens, where kernels of
             the device read them so. Dense scales have nothing to choose and ignore it, so that layers of both kinds
             take the same call.
         scales_expanded: the scratch holds these experts' scales already, from `expand_scales`; a staged call does not

@@ -121,7 +121,8 @@ def _read_stored(
 def _weight_globals(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored: torch.Tensor) -> torch.Tensor:
     """Second-level scales as multipliers, float32 `[E]` or `[E, 2]`. Zero is one, of an expert that is all zeros."""
     multipliers = read_globals(reader, stack)
-    for expert, half in (~multipliers.view(stored.shape).isfinite()).nonzero().tolist():
+    values = multipliers.view(stored.shape)
+    for expert, half in (~(values.isfinite() & (values >= 0))).nonzero().tolist():
         name = stack[half][expert].global_scale
         message = f"is {float(stored[expert, half])}, which is no scale"
         raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])

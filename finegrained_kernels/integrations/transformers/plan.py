@@ -18,10 +18,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.integrations.moe import _default_apply_gate
 
 from finegrained_kernels.checkpoint import Checkpoint, CheckpointError, Fault
-from finegrained_kernels.checkpoint.config import marked_layers
+from finegrained_kernels.checkpoint.config import MIXED, marked_layers
 from finegrained_kernels.checkpoint.errors import raise_faults
 from finegrained_kernels.checkpoint.layouts import CONFIG
-from finegrained_kernels.checkpoint.names import Plane, layer_of, split_expert
+from finegrained_kernels.checkpoint.names import GROUP, Plane, layer_of, split_expert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -228,6 +228,10 @@ def _check_structure(module: torch.nn.Module, plan: ExpertsPlan) -> None:
         raise CheckpointError(f"{plan.module}: {type(module).__name__} cannot run on these kernels: {'; '.join(wrong)}")
 
 
+_ALGORITHMS = {"NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", MIXED}
+"""ModelOpt's names of whole checkpoints whose experts may be NVFP4."""
+
+
 def _check_config(checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> None:
     """Raise unless the layers that config.json names are those that the checkpoint has."""
     marked, faults = marked_layers({"quantization_config": config_dict})
@@ -243,12 +247,22 @@ def _check_config(checkpoint: Checkpoint, config_dict: Mapping[str, Any]) -> Non
         Fault(CONFIG, module, "marked as compressed, but the checkpoint has no compressed scales for it")
         for module in sorted(marked - compressed)
     ]
+    whole = config_dict.get("quant_algo") or "NVFP4"
+    if whole not in _ALGORITHMS:
+        faults.append(
+            Fault(CONFIG, "quantization_config", f"quant_algo is {whole!r}: only NVFP4 experts are supported")
+        )
+    modules = {plane.module for plane in checkpoint.planes.values()}
     for module, entry in named.items():
-        algorithm = entry.get("quant_algo", "NVFP4")
+        algorithm, group = entry.get("quant_algo", "NVFP4"), entry.get("group_size", GROUP)
         if algorithm != "NVFP4":
             faults.append(Fault(CONFIG, module, f"quant_algo is {algorithm!r}: only NVFP4 experts are supported"))
+        elif group != GROUP:
+            faults.append(Fault(CONFIG, module, f"group_size is {group!r}: a scale of NVFP4 is of {GROUP} weights"))
         elif layer_of(module) not in present and module not in marked:
             faults.append(Fault(CONFIG, module, "named as NVFP4, but the checkpoint has no such layer"))
+        elif split_expert(module) is not None and module not in modules:
+            faults.append(Fault(CONFIG, module, "named as NVFP4, but the checkpoint has no such expert or projection"))
     raise_faults(faults)
 
 

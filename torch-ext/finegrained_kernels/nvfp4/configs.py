@@ -96,6 +96,7 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     Triton asks for more than 48 KB a program only if its own shared memory is more, so a deeper ring makes it so. Its
     own is the ring and, as results are rearranged, up to `result_bytes` for every weight row and routed row of a tile.
     Raises ValueError where no tile is narrow enough (`reads_compressed` is False): Triton would end the process.
+    A ring that leaves no room for strips and results is shortened.
     """
     while strip_bytes(config, depth) > MAX_STRIP_BYTES:
         rows = config.block_n // 2
@@ -107,7 +108,25 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     rest = config.block_n * config.block_t * result_bytes + strip_bytes(config, depth)
     while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + rest:
         config = replace(config, num_stages=config.num_stages + config.chunks_at_once)
+    while config.warpgroup and config.num_stages > 2 and shared_bytes(config, depth, result_bytes) > HOPPER_BYTES:
+        config = replace(config, num_stages=config.num_stages - 1)
     return config
+
+
+HOPPER_BYTES = 228 << 10
+"""Shared memory of a multiprocessor that has warpgroup products, of which every program takes 1 KB for itself."""
+
+
+def shared_bytes(config: Config, depth: int, result_bytes: int) -> int:
+    """Shared memory of one program of a warpgroup tile with strips: they, the ring, and results on their way out, as
+    much of them as `epilogue.py` takes at once (float32 that is requantized: half of a tile)."""
+    strip = strip_bytes(config, depth)
+    strips = 2 * strip if config.num_warps > 4 and 2 * strip <= MAX_STRIP_BYTES else strip
+    parts = config.block_n // (16 * config.num_warps) if config.block_t > 64 else 1
+    at_once = 16 << 10 if result_bytes < 4 else 32 << 10
+    results = min(at_once, config.block_n * config.block_t * result_bytes // parts)
+    ring = config.num_stages * (config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2)
+    return ring + strips + results + 1024
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,11 +139,7 @@ def comes_whole(config: Config, depth: int, result_bytes: int) -> bool:
         hidden = config.num_warps > 4 or config.programs_per_sm > 1
         if depth <= 1024 or not hidden or words_a_lane * config.num_warps > 80:
             return False
-        parts = config.block_n // (16 * config.num_warps) if config.block_t > 64 else 1
-        results = min(16 << 10, config.block_n * config.block_t * result_bytes // parts)
-        ring = config.num_stages * (config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2)
-        strips = strip_bytes(config, depth) * (2 if config.num_warps > 4 else 1)
-        if config.programs_per_sm * (ring + strips + results + 1024) > 228 << 10:
+        if config.programs_per_sm * shared_bytes(config, depth, result_bytes) > HOPPER_BYTES:
             return False
     elif depth > 1024:
         return False

@@ -148,7 +148,7 @@ def copy_weights(
     smem, w_ptr, scales, tile, chunk, stage, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr,
     SWIZZLED: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a K chunk of weights, and of scales unless they are compressed, into a stage of the ring."""
+    """Start the copies of a K chunk of weights, and of scales unless they have a strip, into a stage of the ring."""
     C: gl.constexpr = K // 16
     W_COPY: gl.constexpr = copy_layout(GROUPS, 2, gl.num_warps())
     groups = gl.arange(0, GROUPS, gl.SliceLayout(0, W_COPY))

@@ -203,7 +203,7 @@ def multiply(
 ):  # fmt: skip
     """Unscaled sums of one tile, part by part. A word is unpacked while the products of the one before it run.
 
-    Compressed scales of the next tile are decoded on the way, if there are two strips, or else at the end."""
+    Scales of the next tile that have a strip are stored on the way, if there are two strips, or else at the end."""
     C: gl.constexpr = K // 16
     ROWS: gl.constexpr = sums[0].shape[0]
     PARTS: gl.constexpr = len(sums)
