@@ -258,8 +258,8 @@ def model() -> str:
     rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
     layers = round(of_each[0].scale_bytes / sum(map(dense_bytes, LAYER)))
     text = f"""A whole model in transformers, tokens a second: {layers} layers of 512 experts of the same sizes, top 10,
-        with full attention and random weights ({machine(table)}). Eager calls of 2,048 tokens wait for the CPU that
-        launches them, which other work kept busy."""
+        with full attention and random weights ({machine(table)}). Eager calls of few tokens are bound by the CPU that
+        launches them."""
     drawn = image("model_speed", "Tokens a second of a model by strategy, over its memory")
     return paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
 
