@@ -31,6 +31,7 @@ CASES = {
 TINY_CASES = dict.fromkeys(CASES, (6, 16, 32, 1.0))
 ACTIVE = (0, 1, 8, 64, 256, 512)
 TINY_ACTIVE = (0, 1, 6)
+OFFSETS, SWIZZLED_OFFSETS = range(1, 16), (1, 8, 15)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -54,27 +55,28 @@ class Case:
         self.planes = make_planes(*shape, real_percent if percent is None else percent, device=DEVICE)
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(self.planes)
         self.scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=shape[1], num_cols=shape[2])
-        self.buffer = torch.empty(self.planes.numel() + 64, dtype=torch.uint8, device=DEVICE)
+        size = bundle.csf_workspace_size(self.scales, swizzled=True)
+        self.buffer = torch.empty(size + 64, dtype=torch.uint8, device=DEVICE)
         self.moved = moved_bytes(*shape, self.scales.exceptions.numel())
 
-    def decoder(self, expert_start=None, *, offset: int = 0, **options):
+    def decoder(self, expert_start=None, *, offset: int = 0, swizzled: bool = False, **options):
         """A call that decodes, checked against the plain bytes; guard bytes and inactive planes must stay poisoned."""
-        workspace = self.buffer[offset : offset + self.planes.numel()]
+        expected = self.bundle.swizzle_mx_scales(self.planes) if swizzled else self.planes
+        if expert_start is not None:
+            expected = expected.clone()
+            expected[expert_start[1:] == expert_start[:-1]] = 0x7F
+        workspace = self.buffer[offset : offset + expected.numel()]
 
         def call() -> None:
             self.bundle.decompress_nvfp4_csf_scales(
-                self.scales, workspace=workspace, expert_start=expert_start, **options
+                self.scales, workspace=workspace, expert_start=expert_start, swizzled=swizzled, **options
             )
 
         self.buffer.fill_(0x7F)
         call()
-        expected = self.planes
-        if expert_start is not None:
-            active = (expert_start[1:] > expert_start[:-1])[:, None, None]
-            expected = torch.where(active, self.planes, torch.full_like(self.planes, 0x7F))
-        assert torch.equal(workspace.view(self.planes.shape), expected), (self.name, offset, options)
-        outside = torch.cat([self.buffer[:offset], self.buffer[offset + self.planes.numel() :]])
-        assert bool((outside == 0x7F).all()), (self.name, offset, options)
+        assert torch.equal(workspace.view(expected.shape), expected), (self.name, offset, swizzled, options)
+        outside = torch.cat([self.buffer[:offset], self.buffer[offset + expected.numel() :]])
+        assert bool((outside == 0x7F).all()), (self.name, offset, swizzled, options)
         return call
 
 
@@ -85,15 +87,17 @@ def bench_decode(bundle, results: harness.Results, cases: dict[str, tuple], acti
             variant = "full" if percent is None else f"rate_{percent:g}"
             calls = {variant: case.decoder()}
             if percent is None:
-                offsets = (1, 2, 4, 7, 15) if name == "qwen_gate" else (1,)
-                calls |= {f"offset_{offset}": case.decoder(offset=offset) for offset in offsets}
+                calls |= {f"offset_{offset}": case.decoder(offset=offset) for offset in OFFSETS}
+                calls |= {"swizzled": case.decoder(swizzled=True)}
+                for offset in SWIZZLED_OFFSETS:
+                    calls[f"swizzled_offset_{offset}"] = case.decoder(offset=offset, swizzled=True)
             for condition, (timings, roof) in harness.time_beside_copies(calls, case.moved).items():
                 for variant, timing in timings.items():
-                    is_offset = variant.startswith("offset")
+                    aligned, is_offset, _ = variant.rpartition("offset")
+                    baseline = (aligned.rstrip("_") or "full") if is_offset else "copy"
                     results.add(
-                        name, variant, condition, timing, moved=case.moved, roof_us=roof.p50,
-                        baseline="full" if is_offset else "copy",
-                        baseline_us=timings["full"].p50 if is_offset else roof.p50,
+                        name, variant, condition, timing, moved=case.moved, roof_us=roof.p50, baseline=baseline,
+                        baseline_us=timings[baseline].p50 if is_offset else roof.p50,
                     )  # fmt: skip
 
 
@@ -119,16 +123,16 @@ def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions
     """What `compress` launches for `planes`, without the host's part, into memory of its own."""
     encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     fixed = torch.empty_like(fixed)
-    row_ends = planes.new_empty(planes.shape[:2], dtype=torch.int32)
+    slab_ends = planes.new_empty(len(planes), planes.shape[1] // 16, dtype=torch.int32)
     plane_ends = planes.new_empty(len(planes), dtype=torch.int64)
     host_ends = torch.empty(len(planes), dtype=torch.int64, pin_memory=True)
     words = planes.new_empty(sum(map(len, exceptions)), dtype=torch.uint32)
 
     def call() -> None:
-        encode.launch_encode(planes, fixed, row_ends)
-        encode.launch_scan(row_ends, plane_ends)
+        encode.launch_choose(planes, fixed, slab_ends)
+        encode.launch_scan(slab_ends, plane_ends)
         encode.launch_ends(plane_ends, host_ends)
-        encode.launch_collect(planes, fixed, row_ends, plane_ends, words)
+        encode.launch_write(planes, fixed, slab_ends, plane_ends, words)
 
     return call
 

@@ -49,12 +49,13 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
     tile_bytes = importlib.import_module(f"{bundle.__name__}.csf.scales").TILE_BYTES
     decode_pointers = dict.fromkeys(("out_ptr", "bases_ptr", "codes_ptr"), "*u8")
     decode_pointers |= dict.fromkeys(("exceptions_ptr", "offsets_ptr", "expert_start_ptr"), "*i32")
-    encode_pointers = {"planes_ptr": "*u8", "fixed_ptr": "*u8", "row_counts_ptr": "*i32"}
-    encode_pointers |= {"row_ends_ptr": "*i32", "words_ptr": "*u32"}
+    encode_pointers = {"planes_ptr": "*u8", "fixed_ptr": "*u8", "slab_counts_ptr": "*i32"}
+    encode_pointers |= {"slab_ends_ptr": "*i32", "words_ptr": "*u32"}
     encode_pointers |= dict.fromkeys(("plane_counts_ptr", "plane_ends_ptr", "host_ends_ptr"), "*i64")
     cases = []
     for shape, (rows, cols) in SHAPES.items():
         plane = {"NUM_ROWS": rows, "NUM_COLS": cols, "POSITION_BITS": csf.position_bits}
+        slabs = {"NUM_SLABS": rows // csf.rows_per_slab, "SLAB_BYTES": csf.slab_bytes(cols)}
         launches = itertools.product(("rows", "swizzled"), (True, False), ("", " routed", " routed to many"))
         for layout, aligned, routing in launches:
             config = decode.decode_config(
@@ -67,10 +68,10 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
             name = f"decode {shape} {layout}{routing}{'' if aligned else ' unaligned'}"
             constants = plane | config | flags | {"OFFSET_TILE": tile_bytes}
             cases.append(codec_case(name, decode.decode_kernel, constants, decode_pointers, warps))
-        for name, extent in (("encode", cols), ("scan", rows), ("collect", cols)):
+        for name, extent in (("choose", cols), ("scan", rows), ("write", cols)):
             config = getattr(encode, f"{name}_config")(extent)
             warps = config.pop("num_warps")
-            constants = plane | config | {"SLAB_BYTES": csf.slab_bytes(cols)}
+            constants = plane | slabs | config
             kernel = getattr(encode, f"{name}_kernel")
             cases.append(codec_case(f"{name} {shape}", kernel, constants, encode_pointers, warps))
     config = encode.ends_config()
@@ -135,7 +136,7 @@ def faults_of(case: Case, arch: str, kernel: Any, shared: int, spilled: int) -> 
         faults.append(f"{case.name} takes {shared} bytes of shared memory on {arch}, which has {SHARED_BYTES[arch]}")
     if kernel.metadata.shared <= UNASKED_BYTES < shared:
         faults.append(f"{case.name} takes {shared} bytes of shared memory, for which Triton does not ask {arch}")
-    if case.kernel.__name__ in ("decode_kernel", "encode_kernel", "collect_kernel") and re.search(
+    if case.kernel.__name__ in ("decode_kernel", "choose_kernel", "write_kernel") and re.search(
         r"f8E|e4m3|e5m2", kernel.asm["ttir"]
     ):
         faults.append(f"{case.name} names an FP8 type")

@@ -22,13 +22,14 @@ import torch
 from numeric import POISON, assert_same, make_stack, oracle_encode, oracle_swizzle, to_numpy
 
 GUARD = 64
-DECODE_GEOMETRIES = [(2, 32, 40), (3, 48, 22), (2, 16, 2), (2, 144, 8)]
+DECODE_GEOMETRIES = [(2, 32, 40), (3, 48, 22), (2, 16, 2), (2, 144, 8), (2, 144, 48)]
 STARTS = {"every plane": None, "second": [0, 0, 4, 4], "none": [2, 2, 2, 2], "first, long": [0, 1, 1, 1, 0, 9]}
 ENCODE_SHAPES = {
     "whole words": (1, 16, 40), "half a word left": (2, 48, 22), "three words": (1, 48, 10),
-    "several chunks": (1, 16, 300),
+    "several chunks": (1, 16, 300), "two threads a row": (3, 32, 48), "more slabs than a program's": (1, 48, 160),
 }  # fmt: skip
-SCATTERED_SHAPES = {"pairs": (2, 16, 2), "few columns": (1, 16, 6)}
+FAR_RANGES = {"any": (0, 256), "the lowest": (0, 12), "the highest": (244, 256), "two ends": (-10, 10)}
+FAR_SHAPES = {"pairs": (2, 16, 2), "few columns": (1, 16, 6), "half a chunk": (1, 16, 16)}
 PLANES_OF_ENDS = (1, 3, 1024, 1025, 2500)
 
 
@@ -72,13 +73,29 @@ def decode_case(bundle: ModuleType, geometry: tuple[int, int, int], starts: list
         assert_same(memory, expected, f"workspace from byte {body.start}, {planes.shape[1]} bytes a plane")
 
 
-def encode_case(bundle: ModuleType, shape: tuple[int, int, int], scattered: bool) -> None:
-    """Rows of one cluster with exceptions; or scattered bytes, for which all 241 bases have to be tried: slow."""
+def many_case(bundle: ModuleType, many: int, offset: int) -> None:
+    """Five active planes of seven, ranked two at a time: in large tiles if `many` of the first two are active."""
+    launch = importlib.import_module(f"{bundle.__name__}.csf.decode_triton").launch_decode
+    num_planes, num_rows, num_cols = 7, 48, 24
+    stack = make_stack([40, 0, 5, 9, 100, 3, 0], num_rows, num_cols, seed=many)
+    scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry)
+    starts = torch.tensor([0, 2, 2, 3, 4, 5, 5, 9], dtype=torch.int32)  # one of the first two is active
+    memory = torch.full((GUARD + offset + scales.num_planes * scales.plane_bytes + GUARD,), POISON, dtype=torch.uint8)
+    body = slice(GUARD + offset, len(memory) - GUARD)
+    tiles = {"BLOCK": 16, "TILES": 9, "MANY_BLOCK": 64, "MANY_TILES": 3}
+    launch(*scales.state_dict().values(), memory[body], starts, False, MANY=many, BLOCK_E=2, grid=4, **tiles)
+    expected = np.full(memory.shape, POISON, np.uint8)
+    active = [0, 2, 3, 4, 6]
+    expected[body].reshape(num_planes, -1)[active] = to_numpy(stack.planes).reshape(num_planes, -1)[active]
+    assert_same(memory, expected, f"workspace from byte {body.start}")
+
+
+def encode_case(bundle: ModuleType, shape: tuple[int, int, int], low: int = 100, high: int = 112) -> None:
+    """Bytes of a range, modulo 256, with exceptions. Where they are scattered all 241 bases have to be tried: slow."""
     encode_triton = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     exception_list = importlib.import_module(f"{bundle.__name__}.csf.wire").ExceptionList
     rng = np.random.default_rng(sum(shape))
-    planes = rng.integers(0, 256, shape) if scattered else rng.integers(100, 112, shape)
-    planes = planes.astype(np.uint8)
+    planes = rng.integers(low, high, shape).astype(np.uint8)
     planes[:, ::4, -2] = 0x00  # where they do not move the first columns' mean, which would cost a search as well
     planes[:, 1::4, -1] = 0x7F
     given = torch.from_numpy(planes)
@@ -145,7 +162,7 @@ def far_plane_case(bundle: ModuleType, swizzled: bool) -> None:
     decode_plane[(1,)](
         out, bases, codes, scales.exceptions, offsets, plane,
         tiles.decode_swizzled_tile if swizzled else tiles.decode_row_tile,
-        NUM_ROWS=num_rows, NUM_COLS=num_cols, OFFSET_TILE=1024, BLOCK=4 if swizzled else 64, BLOCK_X=32,
+        NUM_ROWS=num_rows, NUM_COLS=num_cols, OFFSET_TILE=1024, BLOCK=128 if swizzled else 64, BLOCK_X=32,
     )  # fmt: skip
     assert_same(out[-expected.size :], expected, f"plane {plane} from byte {plane * expected.size}")
 
@@ -159,8 +176,17 @@ CASES = {
         for form in ("rows", "swizzled")
         for name, starts in STARTS.items()
     },
-    **{f"encode {name}": (encode_case, shape, False) for name, shape in ENCODE_SHAPES.items()},
-    **{f"encode scattered {name}": (encode_case, shape, True) for name, shape in SCATTERED_SHAPES.items()},
+    **{
+        f"decode in large tiles from {many} of two planes on, at byte {offset}": (many_case, many, offset)
+        for many in (0, 1, 2)
+        for offset in (0, 3)
+    },
+    **{f"encode {name}": (encode_case, shape) for name, shape in ENCODE_SHAPES.items()},
+    **{
+        f"encode {values} of {name}": (encode_case, shape, *bounds)
+        for name, shape in FAR_SHAPES.items()
+        for values, bounds in FAR_RANGES.items()
+    },
     **{f"ends of {num_planes} planes": (ends_case, num_planes) for num_planes in PLANES_OF_ENDS},
     "ends returned": (own_ends_case,),
 }

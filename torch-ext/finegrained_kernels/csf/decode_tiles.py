@@ -39,15 +39,35 @@ def store_exceptions(
 
 
 @triton.jit
+def finish_with_exceptions(
+    out_ptr, exceptions_ptr, words, x_begin, x_end, first, last,
+    NUM_COLS: tl.constexpr, POSITION_BITS: tl.constexpr, BLOCK_X: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """Once all of the tile is stored, store its exceptions over it: `words`, loaded before, and any that are left."""
+    tl.debug_barrier()
+    offs_x = x_begin + tl.arange(0, BLOCK_X)
+    store_exceptions(out_ptr, words, offs_x < x_end, first, last, NUM_COLS, POSITION_BITS, SWIZZLED)
+    for i_x in range(x_begin + BLOCK_X, x_end, BLOCK_X):
+        offs_x = i_x + tl.arange(0, BLOCK_X)
+        words = tl.load(exceptions_ptr + offs_x, mask=offs_x < x_end, other=0)
+        store_exceptions(out_ptr, words, offs_x < x_end, first, last, NUM_COLS, POSITION_BITS, SWIZZLED)
+
+
+@triton.jit
+def spread_codes(x):
+    """Four codes of 4 bits each in the lower half of every 32 bits, to a byte each."""
+    x = (x | (x << 8)) & 0x00FF00FF00FF00FF
+    return (x | (x << 4)) & 0x0F0F0F0F0F0F0F0F
+
+
+@triton.jit
 def row_words(bases_ptr, codes_ptr, offs, mask, NUM_COLS: tl.constexpr):
     """Bytes `8 * offs` to `8 * offs + 7` of a row-major plane, without its exceptions, as uint64.
 
     Eight columns lie in one row if 8 divides C, else each of the four pairs does, as C is even.
     """
     x = tl.load(codes_ptr.to(tl.pointer_type(tl.uint32)) + offs, mask=mask, other=0).to(tl.uint64)
-    x = (x | (x << 16)) & 0x0000FFFF0000FFFF
-    x = (x | (x << 8)) & 0x00FF00FF00FF00FF
-    x = (x | (x << 4)) & 0x0F0F0F0F0F0F0F0F
+    x = spread_codes((x | (x << 16)) & 0x0000FFFF0000FFFF)
     # Adding bases never carries from byte to byte: base + code < 256.
     if NUM_COLS % 8 == 0:
         base = tl.load(bases_ptr + offs // (NUM_COLS // 8), mask=mask, other=0).to(tl.uint64)
@@ -93,30 +113,68 @@ def decode_row_tile(
         value = row_words(bases_ptr, codes_ptr, offs_b // 8, end < 8, NUM_COLS)
         tl.store(out_ptr + offs_b, (value >> (offs_b % 8 * 8).to(tl.uint64)).to(tl.uint8))
 
-    tl.debug_barrier()
-    store_exceptions(out_ptr, words, offs_x < x_end, first, last, NUM_COLS, POSITION_BITS, SWIZZLED=False)
-    for i_x in range(x_begin + BLOCK_X, x_end, BLOCK_X):
-        offs_x = i_x + tl.arange(0, BLOCK_X)
-        words = tl.load(exceptions_ptr + offs_x, mask=offs_x < x_end, other=0)
-        store_exceptions(out_ptr, words, offs_x < x_end, first, last, NUM_COLS, POSITION_BITS, SWIZZLED=False)
+    finish_with_exceptions(
+        out_ptr, exceptions_ptr, words, x_begin, x_end, first, last, NUM_COLS, POSITION_BITS, BLOCK_X, SWIZZLED=False
+    )  # fmt: skip
 
 
 @triton.jit
-def swizzled_words(bases_ptr, codes_ptr, row, col, mask, NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr):
-    """Four columns from `col`, a multiple of 4, of `row`, without exceptions, as uint32; zero where there are none."""
-    mask = mask & (row < NUM_ROWS) & (col < NUM_COLS)
-    codes_ptr += (row * NUM_COLS + col) // 2
-    if NUM_COLS % 4 == 0:
-        x = tl.load(codes_ptr.to(tl.pointer_type(tl.uint16)), mask=mask, other=0).to(tl.uint32)
-        spread = 0x01010101
+def load_codes(codes_ptr, row, group, mask, NUM_COLS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """The codes of a row in one group of column tiles, 16 bits each: `WIDTH` of them in each of `PARTS`, one or two.
+
+    Zero where there are none.
+    """
+    if PARTS == 2:
+        offs = (row * (NUM_COLS // 16) + group * 2)[:, None] + tl.arange(0, 2)[None, :]
+        codes = tl.load(codes_ptr.to(tl.pointer_type(tl.uint64)) + offs, mask=mask[:, None], other=0)
+        first, second = tl.split(codes)
+    elif NUM_COLS % 4 == 0:
+        kind: tl.constexpr = tl.uint64 if WIDTH == 4 else tl.uint32 if WIDTH == 2 else tl.uint16
+        offs = row * (NUM_COLS // 4 // WIDTH) + group
+        first = tl.load(codes_ptr.to(tl.pointer_type(kind)) + offs, mask=mask, other=0).to(tl.uint64)
+        second = first
     else:
-        second = mask & (col + 2 < NUM_COLS)
-        x = tl.load(codes_ptr, mask=mask, other=0).to(tl.uint32)
-        x |= tl.load(codes_ptr + 1, mask=second, other=0).to(tl.uint32) << 8
-        spread = tl.where(second, 0x01010101, 0x0101).to(tl.uint32)
-    x = (x | (x << 8)) & 0x00FF00FF
-    x = (x | (x << 4)) & 0x0F0F0F0F
-    return x + tl.load(bases_ptr + row, mask=mask, other=0).to(tl.uint32) * spread
+        offs = row * (NUM_COLS // 2) + group * 2
+        first = tl.load(codes_ptr + offs, mask=mask, other=0).to(tl.uint64)
+        first |= tl.load(codes_ptr + offs + 1, mask=mask & (group * 4 + 2 < NUM_COLS), other=0).to(tl.uint64) << 8
+        second = first
+    return first, second
+
+
+@triton.jit
+def load_two_rows(
+    codes_ptr, row, group, mask, num_rows, NUM_COLS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """`load_codes` of `row` and of the row 32 further down."""
+    upper = load_codes(codes_ptr, row, group, mask & (row < num_rows), NUM_COLS, PARTS, WIDTH)
+    lower = load_codes(codes_ptr, row + 32, group, mask & (row + 32 < num_rows), NUM_COLS, PARTS, WIDTH)
+    return upper, lower
+
+
+@triton.jit
+def tiles_before(codes, carried, is_first, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """`codes`, but where `is_first` moved on by one column tile, after the last one of `carried`."""
+    last: tl.constexpr = 16 * (WIDTH - 1)
+    first_part = tl.where(is_first, (codes[0] << 16) | (carried[PARTS - 1] >> last), codes[0])
+    second_part = tl.where(is_first, (codes[1] << 16) | (codes[0] >> last), codes[1])
+    return first_part, second_part
+
+
+@triton.jit
+def load_bases(bases_ptr, row, num_rows):
+    """The base of `row` in the lower four bytes, that of the row 32 further down in the upper; zero past the last."""
+    upper = tl.load(bases_ptr + row, mask=row < num_rows, other=0).to(tl.uint64)
+    lower = tl.load(bases_ptr + row + 32, mask=row + 32 < num_rows, other=0).to(tl.uint64)
+    return (upper | (lower << 32)) * 0x01010101
+
+
+@triton.jit
+def add_bases(upper, lower, bases, col_tile, NUM_COLS: tl.constexpr):
+    """Four columns of two rows, as uint64, from 16 bits of codes each; zero past the last column."""
+    x = spread_codes((upper & 0xFFFF) | ((lower & 0xFFFF) << 32))
+    if NUM_COLS % 4 == 0:
+        return x + bases
+    return x + tl.where(col_tile * 4 + 2 < NUM_COLS, bases, bases & 0x0000FFFF0000FFFF)
 
 
 @triton.jit
@@ -125,53 +183,80 @@ def decode_swizzled_tile(
     NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Decode rows `[128 * i_tile, ...)` of a plane to `[ceil(C / 4), 32, 16]`, `BLOCK` column tiles at a time."""
+    """Decode rows `[128 * i_tile, ...)` of a plane to `[ceil(C / 4), 32, 16]`.
+
+    The output's words of 8 bytes are counted in its order: two halves of a column tile's 16 bytes, 32 rows, column
+    tiles. A word is of two rows, 32 apart. Neighbouring words are of rows far apart, whose codes are loaded for a group
+    of column tiles at once.
+    """
     PLANE_BYTES: tl.constexpr = NUM_ROWS * NUM_COLS
     ROW_TILES: tl.constexpr = (NUM_ROWS + 127) // 128
     COL_TILES: tl.constexpr = (NUM_COLS + 3) // 4
+    PARTS: tl.constexpr = 2 if NUM_COLS % 32 == 0 else 1
+    WIDTH: tl.constexpr = 4 if NUM_COLS % 16 == 0 else 2 if NUM_COLS % 8 == 0 else 1
+    GROUPS: tl.constexpr = COL_TILES // (PARTS * WIDTH)
     plane = plane.to(tl.int64)
     out_ptr += plane * (ROW_TILES * COL_TILES * 512)
-    bases_ptr += plane * NUM_ROWS
-    codes_ptr += plane * (PLANE_BYTES // 2)
+    bases_ptr += plane * NUM_ROWS + i_tile * 128
+    codes_ptr += plane * (PLANE_BYTES // 2) + i_tile * (64 * NUM_COLS)
     first = i_tile * (128 * NUM_COLS)
     last = min(first + 128 * NUM_COLS, PLANE_BYTES)
     x_begin, x_end = plane_exceptions(offsets_ptr, plane, first, last, PLANE_BYTES, OFFSET_TILE)
+    offs_x = x_begin + tl.arange(0, BLOCK_X)
+    words = tl.load(exceptions_ptr + offs_x, mask=offs_x < x_end, other=0)
 
     tile_ptr = out_ptr + i_tile * (COL_TILES * 512)
-    row = tl.arange(0, 128)[:, None]
-    for i_col in range(0, COL_TILES, BLOCK):
-        col = i_col + tl.arange(0, BLOCK)[None, :]
-        value = swizzled_words(
-            bases_ptr, codes_ptr, i_tile * 128 + row, col * 4, col < COL_TILES, NUM_ROWS, NUM_COLS
-        )  # fmt: skip
-        if ALIGNED:
-            offs = col * 128 + row % 32 * 4 + row // 32
-            mask = (col < COL_TILES) & (row >= 0)
-        else:
-            # The word before (row, col) in the output is 32 rows up, or the last of the 32x4x4 row or tile before.
-            row_before = tl.where(row >= 32, row - 32, tl.where(row > 0, row + 95, 127))
-            col_before = tl.where(row > 0, col, col - 1)
-            offs = col * 128 + row % 32 * 4 + row // 32
-            mask = (col < COL_TILES) & (offs > 0)
-            before = swizzled_words(
-                bases_ptr, codes_ptr, i_tile * 128 + row_before, col_before * 4, mask, NUM_ROWS, NUM_COLS
-            )  # fmt: skip
-            bits = (8 * shift).to(tl.uint32)
-            value = (before >> (32 - bits)) | (value << bits)
-        # In the order of the output, so that the stores are whole lines.
-        value = tl.permute(tl.reshape(value, (4, 32, BLOCK)), (2, 1, 0))
-        offs = tl.permute(tl.reshape(offs, (4, 32, BLOCK)), (2, 1, 0))
-        mask = tl.permute(tl.reshape(mask, (4, 32, BLOCK)), (2, 1, 0))
-        tl.store((tile_ptr - shift).to(tl.pointer_type(tl.uint32)) + offs, value, mask=mask)
+    words_ptr = (tile_ptr - shift).to(tl.pointer_type(tl.uint64))
+    num_rows = NUM_ROWS - i_tile * 128
+    nth = tl.arange(0, BLOCK)
+    row = nth % 2 * 64 + nth // 2 % 32
+    bases = load_bases(bases_ptr, row, num_rows)
     if not ALIGNED:
-        end = tl.arange(0, 4)
-        offs_b = tl.where(end < 4 - shift, end, COL_TILES * 512 - 4 + end)
-        row_b = i_tile * 128 + offs_b // 4 % 4 * 32 + offs_b // 16 % 32
-        value = swizzled_words(bases_ptr, codes_ptr, row_b, offs_b // 512 * 4, end < 4, NUM_ROWS, NUM_COLS)
-        tl.store(tile_ptr + offs_b, (value >> (offs_b % 4 * 8).to(tl.uint32)).to(tl.uint8))
+        # What precedes a column tile's first word is the last of the tile before.
+        is_first = nth % 64 == 0
+        nth_before = (nth + 63) % 64
+        row_before = nth_before % 2 * 64 + nth_before // 2
+        bases_before = load_bases(bases_ptr, row_before, num_rows)
+        bits = (8 * shift).to(tl.uint64)
+    for i_group in range(0, GROUPS, BLOCK // 64):
+        group = i_group + nth // 64
+        mask = group < GROUPS
+        upper, lower = load_two_rows(codes_ptr, row, group, mask, num_rows, NUM_COLS, PARTS, WIDTH)
+        if not ALIGNED:
+            codes = load_two_rows(codes_ptr, row_before, group, mask, num_rows, NUM_COLS, PARTS, WIDTH)
+            mask_carried = mask & is_first & (group > 0)
+            carried = load_two_rows(codes_ptr, row_before, group - 1, mask_carried, num_rows, NUM_COLS, PARTS, WIDTH)
+            upper_before = tiles_before(codes[0], carried[0], is_first, PARTS, WIDTH)
+            lower_before = tiles_before(codes[1], carried[1], is_first, PARTS, WIDTH)
+        for i_part in tl.static_range(PARTS):
+            for i_width in tl.static_range(WIDTH):
+                bit = 16 * i_width
+                col_tile = (group * PARTS + i_part) * WIDTH + i_width
+                value = add_bases(upper[i_part] >> bit, lower[i_part] >> bit, bases, col_tile, NUM_COLS)
+                offs = col_tile * 64 + nth % 64
+                if ALIGNED:
+                    tl.store(words_ptr + offs, value, mask=mask, cache_modifier=".cg")
+                else:
+                    col_tile_before = tl.where(is_first, col_tile - 1, col_tile)
+                    upper_word, lower_word = upper_before[i_part] >> bit, lower_before[i_part] >> bit
+                    before = add_bases(upper_word, lower_word, bases_before, col_tile_before, NUM_COLS)
+                    value = (before >> (64 - bits)) | (value << bits)
+                    tl.store(words_ptr + offs, value, mask=mask & (offs > 0))
+    if not ALIGNED:
+        end = tl.arange(0, 8)
+        offs = tl.where(end < 8 - shift, end, COL_TILES * 512 - 8 + end)
+        row = offs // 8 % 2 * 64 + offs // 16 % 32
+        group = offs // 512 // (PARTS * WIDTH)
+        in_group = offs // 512 % (PARTS * WIDTH)
+        upper, lower = load_two_rows(codes_ptr, row, group, end < 8, num_rows, NUM_COLS, PARTS, WIDTH)
+        is_second = in_group >= WIDTH
+        bit = (16 * (in_group % WIDTH)).to(tl.uint64)
+        value = add_bases(
+            tl.where(is_second, upper[1], upper[0]) >> bit, tl.where(is_second, lower[1], lower[0]) >> bit,
+            load_bases(bases_ptr, row, num_rows), offs // 512, NUM_COLS,
+        )  # fmt: skip
+        tl.store(tile_ptr + offs, (value >> (offs % 8 * 8).to(tl.uint64)).to(tl.uint8))
 
-    tl.debug_barrier()
-    for i_x in range(x_begin, x_end, BLOCK_X):
-        offs_x = i_x + tl.arange(0, BLOCK_X)
-        words = tl.load(exceptions_ptr + offs_x, mask=offs_x < x_end, other=0)
-        store_exceptions(out_ptr, words, offs_x < x_end, first, last, NUM_COLS, POSITION_BITS, SWIZZLED=True)
+    finish_with_exceptions(
+        out_ptr, exceptions_ptr, words, x_begin, x_end, first, last, NUM_COLS, POSITION_BITS, BLOCK_X, SWIZZLED=True
+    )  # fmt: skip

@@ -26,10 +26,14 @@ from .scales import TILE_BYTES
 def decode_kernel(
     out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert_start_ptr, num_planes, shift,
     NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr, MANY_TILES: tl.constexpr, MANY_BLOCK: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
     SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
-    """Decode every plane, one tile a program, or if `ROUTED` the planes of experts that have rows."""
+    """Decode every plane, one tile a program, or if `ROUTED` the planes of experts that have rows.
+
+    With `MANY` not zero, in tiles of `MANY_BLOCK` where so many of the first `BLOCK_E` experts or more have rows.
+    """
     if SWIZZLED:
         decode_tile: tl.constexpr = decode_swizzled_tile
     else:
@@ -37,6 +41,7 @@ def decode_kernel(
     item = tl.program_id(0)
     if ROUTED:
         num_seen = 0  # active experts in the blocks before this one
+        are_many = False
         for first_expert in range(0, num_planes, BLOCK_E):
             expert = first_expert + tl.arange(0, BLOCK_E)
             mask = expert < num_planes
@@ -45,7 +50,23 @@ def decode_kernel(
             active = (end > begin).to(tl.int32)
             rank = tl.where(active > 0, num_seen + tl.cumsum(active) - 1, -1)
             # The plane of the item's active expert, plus one; zero when it is not in this block.
-            found = tl.sum(tl.where(rank == item // TILES, expert + 1, 0))
+            found = tl.where(rank == item // TILES, expert + 1, 0)
+            if MANY > 0:
+                # Both in one sum, as a sum takes longer than few planes' tiles do.
+                found = tl.sum(found | tl.where(rank == MANY - 1, 1 << 30, 0))
+                are_many = are_many | ((first_expert == 0) & (found >= 1 << 30))
+                found = found & ((1 << 30) - 1)
+            else:
+                found = tl.sum(found)
+            if are_many:
+                found = tl.sum(tl.where(rank == item // MANY_TILES, expert + 1, 0))
+                while found > 0:
+                    decode_tile(
+                        out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, found - 1, item % MANY_TILES, shift,
+                        NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, MANY_BLOCK, BLOCK_X, ALIGNED,
+                    )  # fmt: skip
+                    item += tl.num_programs(0)
+                    found = tl.sum(tl.where(rank == item // MANY_TILES, expert + 1, 0))
             while found > 0:
                 decode_tile(
                     out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, found - 1, item % TILES, shift,
@@ -68,21 +89,30 @@ def decode_config(
     """Grid and constants of `decode_kernel`, from shape and device alone.
 
     A routed launch with few active planes is bound by latency and wants few programs, one with many wants all the
-    loads in flight that fit: `max_active` says which. Unknown, the first is assumed.
+    loads in flight that fit: `max_active` says which. Unknown, few programs are launched, which take larger tiles where
+    they find many planes.
     """
-    block, num_warps, programs_per_sm = 512, 4, 2
+    plane_bytes = num_rows * num_cols
+    block, num_warps, programs_per_sm, many = 512, 4, 2, 0
+    many_block = block
+    few_bytes = 8 * block * programs_per_sm * num_sms
     if swizzled:
-        block, tiles = 8, swizzled_shape(num_rows, num_cols)[0]
+        num_warps, programs_per_sm = 8 if num_cols >= 128 else 4, 8
+        tiles = many_tiles = swizzled_shape(num_rows, num_cols)[0]
     else:
-        few_bytes = 8 * block * programs_per_sm * num_sms
-        if routed and max_active is not None and max_active * num_rows * num_cols > few_bytes:
-            block, programs_per_sm = 1024, 6
-        tiles = cdiv(num_rows * num_cols, 8 * block)
+        if routed and max_active is None:
+            num_warps, many, many_block = 8, cdiv(4 * few_bytes, plane_bytes), 8 * block
+        elif routed and max_active * plane_bytes > few_bytes:
+            block, programs_per_sm = 1024, 6 if max_active * plane_bytes <= 16 * few_bytes else 8
+        tiles, many_tiles = cdiv(plane_bytes, 8 * block), cdiv(plane_bytes, 8 * many_block)
     num_items = tiles * min(num_planes, num_planes if max_active is None else max_active)
     return {
         "grid": max(1, min(num_items, programs_per_sm * num_sms)) if routed else num_planes * tiles,
         "TILES": tiles,
         "BLOCK": block,
+        "MANY": many,
+        "MANY_TILES": many_tiles,
+        "MANY_BLOCK": many_block,
         "BLOCK_X": 32 * num_warps,
         "BLOCK_E": min(1024, next_power_of_2(num_planes)),
         "num_warps": num_warps,
@@ -129,7 +159,7 @@ def launch_decode(
 ) -> None:
     """Launch on the current stream of `out`'s device. `out` may be longer than what is written, from its start."""
     num_planes, num_rows, half_cols = codes.shape
-    shift = out.data_ptr() % (4 if swizzled else 8)
+    shift = out.data_ptr() % 8
     if max_active is not None:
         max_active = min(max_active, num_planes)
     grid, kernel = decode_launch(  # by position: names would cost the CPU more than the lookup

@@ -1,15 +1,15 @@
-"""Encode scale planes on a GPU: one kernel chooses bases and writes codes, two sum the exceptions, along a plane's rows
-and along the planes, and one collects them in order.
+"""Encode scale planes on a GPU: one kernel chooses bases and counts exceptions, two sum those, along a plane's rows and
+along the planes, and one writes codes and exceptions.
 
 Bytes moved: every scale byte twice, 0.5 and a base a row written, 4 an exception. The host waits once, to learn how
 many exceptions there are, and the GPU idles until it has launched the last kernel: what can be done before it waits, or
-after that launch, is done there.
+after that launch, is done there. All writing is left to the last kernel, so that it outlasts what the host does until
+it launches the next stack's first.
 
 A row's base is the lowest of 241 whose window of 16 values covers the most bytes. Windows are ranked eight at a time,
 from around the row's mean, and further down or up until counts prove that no other can win: one further down covers at
 most the bytes not above its top, one further up at most those not below its base. Nearly always the first eight do.
-
-Where bytes are compared or subtracted four at a time in a word, nothing ever carries from byte to byte.
+They are ranked by bits: eight words hold one bit each of 32 bytes, so that an operation compares all 32.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ from ..launching import BoundKernel, bind
 EACH = tl.constexpr(0x01010101)
 """Multiplier that puts one value into each of four bytes."""
 TOP_BITS = tl.constexpr(0x80808080)
-
-
-@triton.jit
-def load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Bytes `[rows, 4 * BLOCK_W]` of columns from `4 * BLOCK_W * i_chunk`, int32, and their mask."""
-    cols = i_chunk * (4 * BLOCK_W) + tl.arange(0, 4 * BLOCK_W)[None, :]
-    mask = mask_r[:, None] & (cols < NUM_COLS)
-    return tl.load(planes_ptr + rows[:, None] * NUM_COLS + cols, mask=mask, other=0).to(tl.int32), mask
+LAST = tl.constexpr(233)
+"""The last value to rank eight windows from: bases end at 240."""
 
 
 @triton.jit
@@ -61,141 +55,190 @@ def sum_bytes(words):
 
 
 @triton.jit
-def split_codes(words, base, word, NUM_COLS: tl.constexpr):
-    """Codes above `base [rows]`, a byte each, zero for exceptions, and one in each byte that is an exception.
+def load_four_words(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LANES: tl.constexpr):
+    """Words from `first` of a row, four a lane: `[rows, LANES]` each, those of a lane in one thread.
 
-    `word` numbers the words of a row; bytes past the last column are no exceptions.
+    They are loaded by fours, or by twos where rows start at no multiple of 16 bytes.
     """
-    bases = base.to(tl.uint32)[:, None] * EACH
-    # Bytewise subtraction: bit 7 is set to keep borrows from the neighbour, then put right.
-    above = ((words | TOP_BITS) - (bases & 0x7F7F7F7F)) ^ ((words ^ ~bases) & TOP_BITS)
-    outside = ((((above >> 4) & 0x0F0F0F0F) + 0x0F0F0F0F) >> 4) & EACH
-    if NUM_COLS % 4 != 0:
-        outside = tl.where(word * 4 + 2 < NUM_COLS, outside, outside & 0x0101)
-    outside = tl.where(word * 4 < NUM_COLS, outside, 0)
-    return above & 0x0F0F0F0F & ~(outside * 15), outside
+    if NUM_COLS % 16 == 0:
+        words = load_words(planes_ptr, rows, mask_r, first + tl.arange(0, 4 * LANES)[None, :], NUM_COLS)
+        even, odd = tl.split(tl.reshape(words, (rows.shape[0], LANES, 2, 2)))
+        a, b = tl.split(even)
+        c, d = tl.split(odd)
+    else:
+        word = first + tl.arange(0, 2 * LANES)[None, :]
+        words = load_words(planes_ptr, rows, mask_r, word, NUM_COLS)
+        a, b = tl.split(tl.reshape(words, (rows.shape[0], LANES, 2)))
+        words = load_words(planes_ptr, rows, mask_r, word + 2 * LANES, NUM_COLS)
+        c, d = tl.split(tl.reshape(words, (rows.shape[0], LANES, 2)))
+    return a, b, c, d
 
 
 @triton.jit
-def rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """The best of the windows with top values `top` to `top - 7`, of equals the lowest: its base and coverage.
+def trade(a, b, SHIFT: tl.constexpr, LOW: tl.constexpr):
+    """Of each `2 * SHIFT` bits of two words, the lower halves in one word and the upper halves in another."""
+    HIGH: tl.constexpr = 0xFFFFFFFF ^ LOW
+    return (a & LOW) | ((b << SHIFT) & HIGH), ((a >> SHIFT) & LOW) | (b & HIGH)
 
-    Also the most that a window further up can cover, the bytes of at least `top - 14`, and the most that one further
-    down can, those of at most `top - 8`.
 
-    With `depth = top - byte`, lowering the window by one loses the bytes of depth s and gains those of depth 16 + s.
-    Depths 0 to 7 and 15 to 22 are counted in 8-bit counters, eight an int64, over at most 248 columns at a time.
+@triton.jit
+def trade_four(a, b, c, d):
+    """From words of four bits of a byte in turns with four of another's to words of one bit, the lowest bit's first."""
+    a, c = trade(a, c, 2, 0x33333333)
+    b, d = trade(b, d, 2, 0x33333333)
+    a, b = trade(a, b, 1, 0x55555555)
+    c, d = trade(c, d, 1, 0x55555555)
+    return a, b, c, d
+
+
+@triton.jit
+def bit_planes(first, second):
+    """The bits of 32 bytes in two times four words, a word each, from the lowest: in an order that all eight share."""
+    a, e = trade(first[0], second[0], 4, 0x0F0F0F0F)
+    b, f = trade(first[1], second[1], 4, 0x0F0F0F0F)
+    c, g = trade(first[2], second[2], 4, 0x0F0F0F0F)
+    d, h = trade(first[3], second[3], 4, 0x0F0F0F0F)
+    return trade_four(a, b, c, d), trade_four(e, f, g, h)
+
+
+@triton.jit
+def subtract_bit(bit, value, NTH: tl.constexpr, borrow):
+    """One bit of a difference, bytes less `value`, whose bit `NTH` is taken, and what it borrows from the next."""
+    other = (0 - ((value >> NTH) & 1)).to(tl.uint32)[:, None]
+    return bit ^ other ^ borrow, (~bit & (other | borrow)) | (other & borrow)
+
+
+@triton.jit
+def count_bits(x):
+    """How many bits of each word are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return (((x + (x >> 4)) & 0x0F0F0F0F) * EACH) >> 24
+
+
+@triton.jit
+def rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LANES: tl.constexpr):
+    """The best of the windows with bases `first` to `first + 7`, of equals the lowest: its base and coverage.
+
+    Also the most that a window further up can cover, the bytes of at least `first + 8`, and the most that one further
+    down can, those of at most `first + 14`.
+
+    32 bytes at a time, as words of their bits: `d0` to `d7`, of their differences to `first`, tell those in a window.
     """
-    CHUNKS: tl.constexpr = (NUM_COLS + 4 * BLOCK_W - 1) // (4 * BLOCK_W)
-    GROUP: tl.constexpr = 62 // BLOCK_W
-    slot = tl.arange(0, 8)[None, :]
-    gained = tl.zeros((rows.shape[0], 8), tl.int32)
-    num_inside = tl.zeros(rows.shape, tl.int32)
-    num_above = tl.zeros(rows.shape, tl.int32)
-    num_edge = tl.zeros(rows.shape, tl.int32)
-    num_high = tl.zeros(rows.shape, tl.int32)
-    for i_group in range(0, CHUNKS, GROUP):
-        high = tl.zeros(rows.shape, tl.int64)
-        low = tl.zeros(rows.shape, tl.int64)
-        for i_chunk in range(i_group, min(i_group + GROUP, CHUNKS)):
-            value, mask = load_bytes(planes_ptr, rows, mask_r, i_chunk, NUM_COLS, BLOCK_W)
-            depth = top[:, None] - value
-            if NUM_COLS % (4 * BLOCK_W) != 0:
-                depth = tl.where(mask, depth, 256)
-            num_above += tl.sum((depth < 0).to(tl.int32), axis=1)
-            num_inside += tl.sum(((depth >= 0) & (depth < 16)).to(tl.int32), axis=1)
-            one = tl.full((1, 1), 1, tl.int64) << ((depth & 7) * 8).to(tl.int64)
-            high += tl.sum(tl.where((depth >= 0) & (depth < 8), one, 0), axis=1)
-            low += tl.sum(tl.where((depth >= 15) & (depth < 23), one, 0), axis=1)
-        num_edge += ((low >> 56) & 0xFF).to(tl.int32)  # depth 15 is the last counter
-        # Multiplying by 0x01...01 puts into each counter the sum of those up to it; shifted by one, of those before it.
-        high *= 0x0101010101010101
-        low *= 0x0101010101010101
-        num_high += ((high >> 56) & 0xFF).to(tl.int32)
-        gained += (((low << 8)[:, None] >> (8 * slot).to(tl.int64)) & 0xFF).to(tl.int32)
-        gained -= (((high << 8)[:, None] >> (8 * slot).to(tl.int64)) & 0xFF).to(tl.int32)
-    exists = top[:, None] - slot >= 15
-    best = tl.max(tl.where(exists, (num_inside[:, None] + gained) * 8 + slot, -8), axis=1)
-    return top - 15 - (best & 7), best >> 3, num_above + num_inside - num_edge, NUM_COLS - num_above - num_high
+    CHUNKS: tl.constexpr = (NUM_COLS + 32 * LANES - 1) // (32 * LANES)
+    PADDING: tl.constexpr = CHUNKS * 32 * LANES - NUM_COLS  # zeros, which only the window with base 0 covers
+    c0 = tl.zeros((rows.shape[0], LANES), tl.uint32)
+    c1, c2, c3, c4, c5, c6, c7, num_up, num_down = c0, c0, c0, c0, c0, c0, c0, c0, c0
+    for i_chunk in range(CHUNKS):
+        word = i_chunk * (8 * LANES)
+        half = load_four_words(planes_ptr, rows, mask_r, word, NUM_COLS, LANES)
+        rest = load_four_words(planes_ptr, rows, mask_r, word + 4 * LANES, NUM_COLS, LANES)
+        low, high = bit_planes(half, rest)
+        d0, borrow = subtract_bit(low[0], first, 0, tl.zeros_like(c0))
+        d1, borrow = subtract_bit(low[1], first, 1, borrow)
+        d2, borrow = subtract_bit(low[2], first, 2, borrow)
+        d3, borrow = subtract_bit(low[3], first, 3, borrow)
+        d4, borrow = subtract_bit(high[0], first, 4, borrow)
+        d5, borrow = subtract_bit(high[1], first, 5, borrow)
+        d6, borrow = subtract_bit(high[2], first, 6, borrow)
+        d7, below = subtract_bit(high[3], first, 7, borrow)
+        near = ~(d5 | d6 | d7 | below)  # 0 to 31
+        # Window n covers n to 15 and, of those with bit 4, what is n to 15 less than they are.
+        c0 += count_bits(near & ~d4)
+        c1 += count_bits(near & (d4 ^ (d3 | d2 | d1 | d0)))
+        c2 += count_bits(near & (d4 ^ (d3 | d2 | d1)))
+        c3 += count_bits(near & (d4 ^ (d3 | d2 | (d1 & d0))))
+        c4 += count_bits(near & (d4 ^ (d3 | d2)))
+        c5 += count_bits(near & (d4 ^ (d3 | (d2 & (d1 | d0)))))
+        c6 += count_bits(near & (d4 ^ (d3 | (d2 & d1))))
+        c7 += count_bits(near & (d4 ^ (d3 | (d2 & d1 & d0))))
+        num_up += count_bits(~(below | (near & ~d4 & ~d3)))
+        num_down += count_bits(below | (near & ~d4 & ~(d3 & d2 & d1 & d0)))
+    covered = tl.sum(c0, axis=1).to(tl.int32) - tl.where(first == 0, PADDING, 0)
+    best = covered * 8 + 7
+    best = tl.maximum(best, tl.sum(c1, axis=1).to(tl.int32) * 8 + 6)
+    best = tl.maximum(best, tl.sum(c2, axis=1).to(tl.int32) * 8 + 5)
+    best = tl.maximum(best, tl.sum(c3, axis=1).to(tl.int32) * 8 + 4)
+    best = tl.maximum(best, tl.sum(c4, axis=1).to(tl.int32) * 8 + 3)
+    best = tl.maximum(best, tl.sum(c5, axis=1).to(tl.int32) * 8 + 2)
+    best = tl.maximum(best, tl.sum(c6, axis=1).to(tl.int32) * 8 + 1)
+    best = tl.maximum(best, tl.sum(c7, axis=1).to(tl.int32) * 8)
+    reach_up = tl.sum(num_up, axis=1).to(tl.int32)
+    reach_down = tl.sum(num_down, axis=1).to(tl.int32) - PADDING
+    return first + 7 - (best & 7), best >> 3, reach_up, reach_down
 
 
 @triton.jit
 def can_lose(mask_r, covered, reach_up, reach_down, highest, lowest):
-    """Whether a window above `highest` or below `lowest - 7` may still win: 0 or 1 a row. Of equals, the lower wins."""
-    down = (reach_down >= covered) & (lowest >= 23)
-    up = (reach_up > covered) & (highest < 255)
+    """Whether a window above those from `highest` or below `lowest` may still win, 0 or 1 a row; a tie, the lower."""
+    down = (reach_down >= covered) & (lowest > 0)
+    up = (reach_up > covered) & (highest < LAST)
     return (mask_r & (down | up)).to(tl.int32)
 
 
 @triton.jit
-def choose_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, BLOCK_W: tl.constexpr):
-    """The lowest base with the best coverage of each row, int32."""
+def choose_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, LANES: tl.constexpr):
+    """The lowest base with the best coverage of each row, and that coverage, int32."""
     total = tl.zeros(rows.shape, tl.int32)
-    for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
-        word = i_word + tl.arange(0, BLOCK_W)[None, :]
+    for i_word in range(0, (NUM_COLS + 3) // 4, 4 * LANES):
+        word = i_word + tl.arange(0, 4 * LANES)[None, :]
         total += sum_bytes(load_words(planes_ptr, rows, mask_r, word, NUM_COLS))
     # Bases from 4 to 11 below the mean: a wide row's best lies about 8 below, a narrow one's 15 below its top.
-    top = tl.minimum(tl.maximum(total // NUM_COLS + 11, 15), 255)
-    base, covered, reach_up, reach_down = rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS, BLOCK_W)
-    highest = top
-    lowest = top
+    first = tl.minimum(tl.maximum(total // NUM_COLS - 11, 0), LAST)
+    base, covered, reach_up, reach_down = rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS, LANES)
+    highest = first
+    lowest = first
     searching = tl.max(can_lose(mask_r, covered, reach_up, reach_down, highest, lowest))
     while searching > 0:
-        down = mask_r & (reach_down >= covered) & (lowest >= 23)
-        top = tl.where(down, lowest - 8, tl.minimum(highest + 8, 255))
-        new_base, new_covered, new_up, new_down = rank_windows(planes_ptr, rows, mask_r, top, NUM_COLS, BLOCK_W)
+        down = mask_r & (reach_down >= covered) & (lowest > 0)
+        first = tl.where(down, tl.maximum(lowest - 8, 0), tl.minimum(highest + 8, LAST))
+        new_base, new_covered, new_up, new_down = rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS, LANES)
         wins = (new_covered > covered) | ((new_covered == covered) & (new_base < base))
         base = tl.where(wins, new_base, base)
         covered = tl.where(wins, new_covered, covered)
         reach_down = tl.where(down, new_down, reach_down)
         reach_up = tl.where(down, reach_up, new_up)
-        lowest = tl.where(down, top, lowest)
-        highest = tl.where(down, highest, top)
+        lowest = tl.where(down, first, lowest)
+        highest = tl.where(down, highest, first)
         searching = tl.max(can_lose(mask_r, covered, reach_up, reach_down, highest, lowest))
-    return base
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def encode_kernel(
-    planes_ptr, fixed_ptr, row_counts_ptr, num_rows,
-    NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    """Bases and codes of `BLOCK_R` rows, counted through all planes, and how many exceptions each has."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_r = rows < num_rows
-    base = choose_bases(planes_ptr, rows, mask_r, NUM_COLS, BLOCK_W)
-    slab_offs = rows // 16 * SLAB_BYTES
-    tl.store(fixed_ptr + slab_offs + rows % 16, base.to(tl.uint8), mask=mask_r)
-    codes_offs = slab_offs + 16 + rows % 16 * (NUM_COLS // 2)
-    num_outside = tl.zeros((BLOCK_R,), tl.int32)
-    for i_word in range(0, (NUM_COLS + 3) // 4, BLOCK_W):
-        word = i_word + tl.arange(0, BLOCK_W)[None, :]
-        words = load_words(planes_ptr, rows, mask_r, word, NUM_COLS)
-        codes, outside = split_codes(words, base, word, NUM_COLS)
-        num_outside += sum_bytes(outside)
-        codes = (codes | (codes >> 4)) & 0x00FF00FF
-        codes |= codes >> 8
-        mask = mask_r[:, None] & (word < (NUM_COLS + 3) // 4)
-        if NUM_COLS % 4 == 0:
-            pairs_ptr = (fixed_ptr + codes_offs[:, None]).to(tl.pointer_type(tl.uint16))
-            tl.store(pairs_ptr + word, codes.to(tl.uint16), mask=mask)
-        else:
-            pairs_ptr = fixed_ptr + codes_offs[:, None] + 2 * word
-            tl.store(pairs_ptr, codes.to(tl.uint8), mask=mask)
-            tl.store(pairs_ptr + 1, (codes >> 8).to(tl.uint8), mask=mask & (word * 4 + 2 < NUM_COLS))
-    tl.store(row_counts_ptr + rows, num_outside, mask=mask_r)
+    return base, covered
 
 
 @triton.jit
-def scan_kernel(row_counts_ptr, plane_counts_ptr, NUM_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Turn a plane's exceptions a row into where each row's end, from the plane's first on, and store their sum."""
+def split_codes(words, base):
+    """Codes above `base`, a byte each, zero for exceptions, and one in each byte that is an exception."""
+    bases = base * EACH
+    # Bytewise subtraction: bit 7 is set to keep borrows from the neighbour, then put right.
+    above = ((words | TOP_BITS) - (bases & 0x7F7F7F7F)) ^ ((words ^ ~bases) & TOP_BITS)
+    outside = ((((above >> 4) & 0x0F0F0F0F) + 0x0F0F0F0F) >> 4) & EACH  # carries stay in their byte
+    return above & 0x0F0F0F0F & ~(outside * 15), outside
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def choose_kernel(
+    planes_ptr, fixed_ptr, slab_counts_ptr, num_rows,
+    NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_R: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Bases of `BLOCK_R` rows, counted through all planes, and how many exceptions each slab of 16 has."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = rows < num_rows
+    base, covered = choose_bases(planes_ptr, rows, mask_r, NUM_COLS, LANES)
+    tl.store(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, base.to(tl.uint8), mask=mask_r)
+    slabs = tl.program_id(0) * (BLOCK_R // 16) + tl.arange(0, BLOCK_R // 16)
+    num_exceptions = tl.sum(tl.reshape(NUM_COLS - covered, (BLOCK_R // 16, 16)), axis=1)
+    tl.store(slab_counts_ptr + slabs, num_exceptions, mask=slabs < num_rows // 16)
+
+
+@triton.jit
+def scan_kernel(slab_counts_ptr, plane_counts_ptr, NUM_SLABS: tl.constexpr, BLOCK: tl.constexpr):
+    """Turn a plane's exceptions a slab into where each slab's end, from the plane's first on, and store their sum."""
     plane = tl.program_id(0).to(tl.int64)
-    row_counts_ptr += plane * NUM_ROWS
+    slab_counts_ptr += plane * NUM_SLABS
     seen = 0
-    for first in range(0, NUM_ROWS, BLOCK):
-        rows = first + tl.arange(0, BLOCK)
-        counts = tl.load(row_counts_ptr + rows, mask=rows < NUM_ROWS, other=0)
-        tl.store(row_counts_ptr + rows, seen + tl.cumsum(counts), mask=rows < NUM_ROWS)
+    for first in range(0, NUM_SLABS, BLOCK):
+        slabs = first + tl.arange(0, BLOCK)
+        counts = tl.load(slab_counts_ptr + slabs, mask=slabs < NUM_SLABS, other=0)
+        tl.store(slab_counts_ptr + slabs, seen + tl.cumsum(counts), mask=slabs < NUM_SLABS)
         seen += tl.sum(counts)
     tl.store(plane_counts_ptr + plane, seen)
 
@@ -213,62 +256,73 @@ def ends_kernel(plane_counts_ptr, host_ends_ptr, num_planes, BLOCK: tl.constexpr
         seen += tl.sum(counts)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def collect_kernel(
-    planes_ptr, fixed_ptr, row_ends_ptr, plane_ends_ptr, words_ptr, num_rows,
-    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+@triton.jit(do_not_specialize=["num_slabs"])
+def write_kernel(
+    planes_ptr, fixed_ptr, slab_ends_ptr, plane_ends_ptr, words_ptr, num_slabs,
+    NUM_SLABS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
+    SLABS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the exception words of `BLOCK_R` rows, each row's from where the row before it ends, in order.
+    """Write codes and exception words of `SLABS` slabs of 16 rows, `BLOCK` times eight units at a time.
 
-    32 columns of a row become a mask, whose bits, few as they are, are taken one by one.
+    A unit is four bytes, or two where a row is not a whole number of four: as bytes lie in memory, through rows and
+    slabs, codes do. A mask of eight units' exceptions yields its few bits one by one.
     """
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    mask_r = rows < num_rows
-    begin = tl.load(row_ends_ptr + rows - 1, mask=mask_r & (rows % NUM_ROWS > 0), other=0)
-    mask_r = mask_r & (tl.load(row_ends_ptr + rows, mask=mask_r, other=0) > begin)
-    plane = rows // NUM_ROWS
-    begin += tl.load(plane_ends_ptr + plane - 1, mask=mask_r & (plane > 0), other=0)
-    base = tl.load(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, mask=mask_r, other=0).to(tl.int32)
-    position = (rows % NUM_ROWS).to(tl.int32) * NUM_COLS
-    row_ptr = planes_ptr + rows * NUM_COLS
-    for i_word in range(0, (NUM_COLS + 3) // 4, 8):
-        left = tl.zeros((BLOCK_R,), tl.uint32)
-        for i_part in tl.static_range(8 // BLOCK_W):
-            nth = i_part * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
-            words = load_words(planes_ptr, rows, mask_r, i_word + nth, NUM_COLS)
-            _, outside = split_codes(words, base, i_word + nth, NUM_COLS)
-            # The product brings bits 0, 8, 16 and 24 to 24, 25, 26 and 27; no two others meet.
-            left |= tl.sum(((outside * 0x01020408) >> 24 & 15) << (4 * nth).to(tl.uint32), axis=1)
-        left = tl.where(mask_r, left, 0)
+    UNIT: tl.constexpr = 4 if NUM_COLS % 4 == 0 else 2
+    SLAB_UNITS: tl.constexpr = 16 * NUM_COLS // UNIT
+    first_slab = tl.program_id(0).to(tl.int64) * SLABS
+    num_units = tl.minimum(num_slabs - first_slab, SLABS).to(tl.int32) * SLAB_UNITS
+    plane = first_slab // NUM_SLABS
+    seen = tl.load(plane_ends_ptr + plane - 1, mask=plane > 0, other=0)
+    seen += tl.load(slab_ends_ptr + first_slab - 1, mask=first_slab % NUM_SLABS > 0, other=0)
+    planes_ptr += first_slab * (16 * NUM_COLS)
+    fixed_ptr += first_slab * SLAB_BYTES
+    for i_unit in range(0, SLABS * SLAB_UNITS, 8 * BLOCK):
+        nth = tl.arange(0, 8)[None, :]
+        unit = i_unit + tl.arange(0, BLOCK)[:, None] * 8 + nth
+        mask = unit < num_units
+        slab_ptr = fixed_ptr + unit // SLAB_UNITS * SLAB_BYTES
+        in_slab = unit % SLAB_UNITS
+        base = tl.load(slab_ptr + in_slab // (NUM_COLS // UNIT), mask=mask, other=0).to(tl.uint32)
+        kind: tl.constexpr = tl.uint32 if UNIT == 4 else tl.uint16
+        values = tl.load(planes_ptr.to(tl.pointer_type(kind)) + unit, mask=mask, other=0).to(tl.uint32)
+        codes, outside = split_codes(values, base)
+        codes = (codes | (codes >> 4)) & 0x00FF00FF
+        if UNIT == 4:
+            codes = (codes | (codes >> 8)).to(tl.uint16)
+            tl.store((slab_ptr + 16).to(tl.pointer_type(tl.uint16)) + in_slab, codes, mask=mask)
+        else:
+            tl.store(slab_ptr + 16 + in_slab, codes.to(tl.uint8), mask=mask)
+            outside = outside & 0x0101
+        outside = tl.where(mask, outside, 0)
+        counts = sum_bytes(outside)
+        place = seen + tl.cumsum(counts) - counts
+        seen += tl.sum(counts)
+        # The product brings bits 0, 8, 16 and 24 to 24, 25, 26 and 27; no two others meet.
+        left = tl.sum(((outside * 0x01020408) >> 24 & 15) << (UNIT * nth).to(tl.uint32), axis=1)
+        first = UNIT * (i_unit + 8 * tl.arange(0, BLOCK))
         while tl.max((left != 0).to(tl.int32)) > 0:
             some = left != 0
             lowest = left & (~left + 1)
-            col = 4 * i_word + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-            value = tl.load(row_ptr + col, mask=some, other=0).to(tl.uint32)
-            exception = (value << POSITION_BITS) | (position + col).to(tl.uint32)
-            tl.store(words_ptr + begin, exception, mask=some)
-            begin += some.to(tl.int32)
+            at = first + (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            value = tl.load(planes_ptr + at, mask=some, other=0).to(tl.uint32)
+            position = (first_slab % NUM_SLABS).to(tl.int32) * (16 * NUM_COLS) + at
+            position = position % (16 * NUM_COLS * NUM_SLABS)
+            tl.store(words_ptr + place, (value << POSITION_BITS) | position.to(tl.uint32), mask=some)
+            place += some.to(tl.int32)
             left ^= lowest
 
 
-def _block_words(num_cols: int, limit: int) -> int:
-    """Words of a row to work on at a time: a power of two that wastes little of a row."""
-    num_words = cdiv(num_cols, 4)
-    exact = num_words & -num_words
-    return min(limit, exact if exact > 1 else next_power_of_2(num_words))
-
-
-def encode_config(num_cols: int) -> dict[str, int]:
-    """Constants of `encode_kernel`: one warp, so no barrier in its search. Wide rows are read four times, so fewer
-    of them at once, or they leave L1; nor do registers hold 32 rows of four words on every architecture."""
-    block_w = _block_words(num_cols, 8)
-    return {"BLOCK_R": 32 if block_w <= 2 else 16, "BLOCK_W": block_w, "num_warps": 1}
+def choose_config(num_cols: int) -> dict[str, int]:
+    """Constants of `choose_kernel`: one warp, so no barrier in its search. Each thread has 32 bytes of a row at a time;
+    two have a row where its words load by fours."""
+    lanes = 2 if num_cols % 16 == 0 else 1
+    return {"BLOCK_R": 32 // lanes, "LANES": lanes, "num_warps": 1}
 
 
 def scan_config(num_rows: int) -> dict[str, int]:
-    """Constants of `scan_kernel`."""
-    return {"BLOCK": min(1024, next_power_of_2(num_rows)), "num_warps": 4}
+    """Constants of `scan_kernel`: most planes are one block."""
+    num_slabs = num_rows // NVFP4_CSF.rows_per_slab
+    return {"NUM_SLABS": num_slabs, "BLOCK": min(1024, next_power_of_2(num_slabs)), "num_warps": 4}
 
 
 def ends_config() -> dict[str, int]:
@@ -276,23 +330,24 @@ def ends_config() -> dict[str, int]:
     return {"BLOCK": 1024, "num_warps": 4}
 
 
-def collect_config(num_cols: int) -> dict[str, int]:
-    """Constants of `collect_kernel`: one warp, so that a vote, and no barrier, ends its inner loop."""
-    return {"BLOCK_R": 32, "BLOCK_W": _block_words(num_cols, 4), "num_warps": 1}
+def write_config(num_cols: int) -> dict[str, int]:
+    """Constants of `write_kernel`: one warp, so that a vote, and no barrier, ends its inner loop."""
+    slab_units = 16 * num_cols // (4 if num_cols % 4 == 0 else 2)
+    return {"SLABS": max(1, 1280 // slab_units), "BLOCK": 32, "num_warps": 1}
 
 
 @functools.lru_cache(maxsize=None)
-def encode_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int) -> tuple[tuple[int], BoundKernel]:
-    """Grid and kernel of one kind of launch. `overrides` replace entries of `encode_config`, for tuning."""
-    config = {**encode_config(num_cols), **overrides}
-    kernel = bind(encode_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
+def choose_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int) -> tuple[tuple[int], BoundKernel]:
+    """Grid and kernel of one kind of launch. `overrides` replace entries of `choose_config`, for tuning."""
+    config = {**choose_config(num_cols), **overrides}
+    kernel = bind(choose_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
     return (cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
 
 
 @functools.lru_cache(maxsize=None)
 def scan_launch(num_planes: int, num_rows: int) -> tuple[tuple[int], BoundKernel]:
     """Grid and kernel of one kind of launch."""
-    return (num_planes,), bind(scan_kernel, NUM_ROWS=num_rows, **scan_config(num_rows))
+    return (num_planes,), bind(scan_kernel, **scan_config(num_rows))
 
 
 @functools.lru_cache(maxsize=None)
@@ -302,16 +357,17 @@ def ends_launch() -> tuple[tuple[int], BoundKernel]:
 
 
 @functools.lru_cache(maxsize=None)
-def collect_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int) -> tuple[tuple[int], BoundKernel]:
-    """Grid and kernel of one kind of launch. `overrides` replace entries of `collect_config`, for tuning."""
-    config = {**collect_config(num_cols), **overrides}
+def write_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int) -> tuple[tuple[int], BoundKernel]:
+    """Grid and kernel of one kind of launch. `overrides` replace entries of `write_config`, for tuning."""
+    config = {**write_config(num_cols), **overrides}
+    num_slabs = num_rows // NVFP4_CSF.rows_per_slab
     kernel = bind(
-        collect_kernel,
-        NUM_ROWS=num_rows, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
+        write_kernel,
+        NUM_SLABS=num_slabs, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
         POSITION_BITS=NVFP4_CSF.position_bits,
         **config,
     )  # fmt: skip
-    return (cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
+    return (cdiv(num_planes * num_slabs, config["SLABS"]),), kernel
 
 
 def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -320,10 +376,10 @@ def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     if planes.data_ptr() % 4:
         planes = planes.clone()
     fixed = planes.new_empty(num_planes, NVFP4_CSF.fixed_bytes(num_rows, num_cols))
-    row_ends = planes.new_empty(num_planes, num_rows, dtype=torch.int32)
-    launch_encode(planes, fixed, row_ends)
+    slab_ends = planes.new_empty(num_planes, num_rows // NVFP4_CSF.rows_per_slab, dtype=torch.int32)
+    launch_choose(planes, fixed, slab_ends)
     plane_ends = planes.new_empty(num_planes, dtype=torch.int64)
-    launch_scan(row_ends, plane_ends)
+    launch_scan(slab_ends, plane_ends)
     # Kernels for NVIDIA and AMD write to page-locked memory; for others the host copies, and waits, when it reads.
     pinned = planes.is_cuda
     device = "cpu" if pinned else planes.device
@@ -333,21 +389,22 @@ def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     if pinned:
         torch.cuda.current_stream(planes.device).synchronize()
     words = planes.new_empty(int(num_words), dtype=torch.uint32)
-    launch_collect(planes, fixed, row_ends, plane_ends, words)
-    return fixed, words, host_ends.to("cpu", copy=True)  # page-locked memory is scarce: it is not kept
+    launch_write(planes, fixed, slab_ends, plane_ends, words)
+    return fixed, words, host_ends.cpu().clone()  # page-locked memory is scarce: it is not kept
 
 
-def launch_encode(planes: torch.Tensor, fixed: torch.Tensor, row_counts: torch.Tensor, **overrides: int) -> None:
-    """Write `fixed [E, bytes]`, and how many exceptions each row has, `row_counts` int32 `[E, N]`."""
+def launch_choose(planes: torch.Tensor, fixed: torch.Tensor, slab_counts: torch.Tensor, **overrides: int) -> None:
+    """Write the bases into `fixed [E, bytes]`, and how many exceptions each slab has, `slab_counts` int32 `[E, S]`."""
     num_planes, num_rows, num_cols = planes.shape
-    grid, kernel = encode_launch(num_planes, num_rows, num_cols, **overrides)
-    kernel(grid, planes, fixed, row_counts, num_planes * num_rows)
+    grid, kernel = choose_launch(num_planes, num_rows, num_cols, **overrides)
+    kernel(grid, planes, fixed, slab_counts, num_planes * num_rows)
 
 
-def launch_scan(row_counts: torch.Tensor, plane_counts: torch.Tensor) -> None:
-    """Sum `row_counts` along each plane, in place, and put the planes' sums into `plane_counts` int64 `[E]`."""
-    grid, kernel = scan_launch(*row_counts.shape)
-    kernel(grid, row_counts, plane_counts)
+def launch_scan(slab_counts: torch.Tensor, plane_counts: torch.Tensor) -> None:
+    """Sum `slab_counts` along each plane, in place, and put the planes' sums into `plane_counts` int64 `[E]`."""
+    num_planes, num_slabs = slab_counts.shape
+    grid, kernel = scan_launch(num_planes, num_slabs * NVFP4_CSF.rows_per_slab)
+    kernel(grid, slab_counts, plane_counts)
 
 
 def launch_ends(plane_counts: torch.Tensor, host_ends: torch.Tensor) -> None:
@@ -356,15 +413,16 @@ def launch_ends(plane_counts: torch.Tensor, host_ends: torch.Tensor) -> None:
     kernel(grid, plane_counts, host_ends, len(plane_counts))
 
 
-def launch_collect(
+def launch_write(
     planes: torch.Tensor,
     fixed: torch.Tensor,
-    row_ends: torch.Tensor,
+    slab_ends: torch.Tensor,
     plane_ends: torch.Tensor,
     words: torch.Tensor,
     **overrides: int,
 ) -> None:
-    """Write the exception `words`, uint32; `plane_ends` int64 `[E]` sums the planes' counts."""
+    """Write the codes into `fixed`, which holds the bases, and the exceptions into `words`, uint32."""
     num_planes, num_rows, num_cols = planes.shape
-    grid, kernel = collect_launch(num_planes, num_rows, num_cols, **overrides)
-    kernel(grid, planes, fixed, row_ends, plane_ends, words, num_planes * num_rows)
+    grid, kernel = write_launch(num_planes, num_rows, num_cols, **overrides)
+    num_slabs = num_planes * (num_rows // NVFP4_CSF.rows_per_slab)
+    kernel(grid, planes, fixed, slab_ends, plane_ends, words, num_slabs)
