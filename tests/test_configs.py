@@ -14,6 +14,8 @@ DEPTHS = range(128, 16384 + 1, 128)
 UNASKED = 48 << 10
 """Shared memory that a program gets without asking; also the most that one may declare by itself, in PTX."""
 OF_AN_SM = 227 << 10
+LEAST_OF_A_PROGRAM = 99 << 10
+"""On sm_89 and sm_120, which have the least of the GPUs that these tiles are for."""
 BANKS, BANK_BYTES = 32, 4
 GATED = {(1280, 2560), (4096, 4096)}
 """Weight rows and K of the tables' shapes that are tuned with a gate."""
@@ -89,6 +91,7 @@ def test_every_tile_gets_its_shared_memory(configs, tiles):
         # Of a large tile, a part is rearranged at a time: scripts/compile_kernels.py tells.
         assert ring + min(rearranged, (32 if result_bytes == 4 else 16) << 10) + declared <= OF_AN_SM, where
         assert ring > UNASKED or ring + rearranged + declared <= UNASKED, where
+        assert tile.warpgroup or ring + rearranged + declared <= LEAST_OF_A_PROGRAM, where
         assert tile.block_n in (32, 64, 128, 256) and tile.block_n >= 16 * tile.num_warps, where
         assert tile.num_stages % tile.chunks_at_once == 0 and tile.num_stages > tile.chunks_at_once, where
         assert configs.with_strip(tile, depth, result_bytes) == tile, where
@@ -150,7 +153,14 @@ def test_tiles_are_changed_only_where_they_must_be(configs, tiles):
         if not configs.reads_compressed(depth):
             continue
         tile = configs.with_strip(config, depth)
-        if configs.strip_bytes(config, depth) <= UNASKED:
+        if tile.block_n < config.block_n:
+            wide = dataclasses.replace(tile, block_n=2 * tile.block_n)
+            beside = configs.strip_bytes(wide, depth) + wide.block_n * wide.block_t * 4
+            rings = (n * stage_bytes(wide) for n in itertools.count(config.num_stages, config.chunks_at_once))
+            ring = next(ring for ring in rings if ring > UNASKED or ring + beside <= UNASKED)
+            too_much = ring + beside > LEAST_OF_A_PROGRAM and not config.warpgroup
+            assert too_much or configs.strip_bytes(wide, depth) > UNASKED, (depth, config, tile)
+        else:
             assert dataclasses.replace(tile, num_stages=config.num_stages) == config, (depth, config, tile)
             if tile.num_stages < config.num_stages:
                 more = (tile.num_stages + 1) * stage_bytes(tile) + declared_bytes(configs, tile, depth)

@@ -90,6 +90,10 @@ def reads_compressed_on(device: torch.device, depth: int) -> bool:
     return (8, 9) <= torch.cuda.get_device_capability(device) < (10, 0) and reads_compressed(depth)
 
 
+LEAST_BYTES = 99 << 10
+"""Shared memory that a program may have on every GPU that mma_gemm.py runs on."""
+
+
 def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     """`config` with room for a tile's decoded scales: narrower tiles if need be. It steps through K as `config` does.
 
@@ -98,16 +102,20 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     Raises ValueError where no tile is narrow enough (`reads_compressed` is False): Triton would end the process.
     A ring that leaves no room for strips and results is shortened.
     """
-    while strip_bytes(config, depth) > MAX_STRIP_BYTES:
+    while True:
+        strip, num_stages = strip_bytes(config, depth), config.num_stages
+        stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
+        rest = config.block_n * config.block_t * result_bytes + strip
+        while num_stages * stage <= MAX_STRIP_BYTES < num_stages * stage + rest:
+            num_stages += config.chunks_at_once
+        if strip <= MAX_STRIP_BYTES and (config.warpgroup or num_stages * stage + rest <= LEAST_BYTES):
+            break
         rows = config.block_n // 2
         if rows < (64 if config.warpgroup else 16):
             raise ValueError(f"K: expected rows whose scales fit in {MAX_STRIP_BYTES} bytes, got {depth} for {config}")
         warps = max(4, config.num_warps // 2) if config.warpgroup else min(config.num_warps, rows // 16)
         config = replace(config, block_n=rows, num_warps=warps)
-    stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
-    rest = config.block_n * config.block_t * result_bytes + strip_bytes(config, depth)
-    while config.num_stages * stage <= MAX_STRIP_BYTES < config.num_stages * stage + rest:
-        config = replace(config, num_stages=config.num_stages + config.chunks_at_once)
+    config = replace(config, num_stages=num_stages)
     while config.warpgroup and config.num_stages > 2 and shared_bytes(config, depth, result_bytes) > HOPPER_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
     return config

@@ -266,16 +266,28 @@ def no_exceptions(BLOCK_N: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
+def load_rows(
+    scales, tile, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
+    BLOCK_N: gl.constexpr, zero=0,
+):  # fmt: skip
+    """A slice's scales in registers, but for exceptions. Dense ones are whole rows."""
+    if len(scales) == 4:
+        return load_windows(scales, tile, first_col, N, C, COLS, GATE, BLOCK_N, zero)
+    else:
+        return load_plain(scales[0], tile, N, C, GATE, BLOCK_N, zero)
+
+
+@gluon.jit
 def load_scales(
     scales, tile, ranges, first_col, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """What `fill_strip` needs of a slice, in registers."""
+    rows = load_rows(scales, tile, first_col, N, C, COLS, GATE, BLOCK_N)
     if len(scales) == 4:
-        windows = load_windows(scales, tile, first_col, N, C, COLS, GATE, BLOCK_N)
-        return windows, load_exceptions(scales, ranges, 0, BLOCK_N, COLS)
+        return rows, load_exceptions(scales, ranges, 0, BLOCK_N, COLS)
     else:
-        return load_plain(scales[0], tile, N, C, GATE, BLOCK_N)
+        return (rows,)
 
 
 @gluon.jit
@@ -299,6 +311,17 @@ def store_windows(
             call(DECODE_TWO, "=r,r,r,r,r", [address + 8 * i, base, first, second])
         else:
             call(DECODE_ONE, "=r,r,r,r", [address + 8 * i, base, first])
+
+
+@gluon.jit
+def store_rows(
+    strip, scales, rows, COLS: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr, zero=0
+):
+    """Store what `load_rows` holds. Every warp must be done with the strip."""
+    if len(scales) == 4:
+        store_windows(strip, rows, COLS, GROUPS, GATE, BLOCK_N, zero)
+    else:
+        store_plain(strip, rows, COLS, GROUPS, GATE, BLOCK_N, zero)
 
 
 @gluon.jit
@@ -353,12 +376,10 @@ def fill_strip(
     GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Decode or copy what `load_scales` holds. Every warp must be done with the strip; a barrier must follow."""
+    store_rows(strip, scales, held[0], COLS, GROUPS, GATE, BLOCK_N)
     if len(scales) == 4:
-        store_windows(strip, held[0], COLS, GROUPS, GATE, BLOCK_N)
         barrier()
         patch_strip(strip, scales, held[1], ranges, n_tile, first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
-    else:
-        store_plain(strip, held, C, GROUPS, GATE, BLOCK_N)
 
 
 @gluon.jit

@@ -24,14 +24,12 @@ from .csf_strip import (
     exception_ranges,
     fill_strip,
     load_exceptions,
-    load_plain,
+    load_rows,
     load_scales,
-    load_windows,
     new_strip,
     no_exceptions,
     patch_strip,
-    store_plain,
-    store_windows,
+    store_rows,
     strip_pairs,
     strip_stride,
 )
@@ -134,26 +132,6 @@ def copy_chunk(
 
 
 @gluon.jit
-def hold(scales, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr, zero=0):
-    """A tile's scales in registers, but for exceptions."""
-    if len(scales) == 4:
-        return load_windows(scales, tile, 0, N, C, C, GATE, BLOCK_N, zero)
-    else:
-        return load_plain(scales[0], tile, N, C, GATE, BLOCK_N, zero)
-
-
-@gluon.jit
-def store_held(
-    strip, scales, held, C: gl.constexpr, GROUPS: gl.constexpr, GATE: gl.constexpr, BLOCK_N: gl.constexpr, zero=0
-):
-    """Store what `hold` loaded. Every warp must be done with the strip."""
-    if len(scales) == 4:
-        store_windows(strip, held, C, GROUPS, GATE, BLOCK_N, zero)
-    else:
-        store_plain(strip, held, C, GROUPS, GATE, BLOCK_N, zero)
-
-
-@gluon.jit
 def fill_next(
     next_strip, scales, held, next_ranges, next_tile, N: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr,
     GATE: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -162,10 +140,10 @@ def fill_next(
     zero = opaque_zero() if len(held) == 0 else 0
     loaded = held
     if len(held) == 0:
-        loaded = hold(scales, next_tile, N, C, GATE, BLOCK_N, zero)
+        loaded = load_rows(scales, next_tile, 0, N, C, C, GATE, BLOCK_N, zero)
     if len(scales) == 4:
         exceptions = load_exceptions(scales, next_ranges, zero, BLOCK_N, C)
-    store_held(next_strip, scales, loaded, C, GROUPS, GATE, BLOCK_N, zero)
+    store_rows(next_strip, scales, loaded, C, GROUPS, GATE, BLOCK_N, zero)
     barrier()
     if len(scales) == 4:
         patch_strip(next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
@@ -246,7 +224,7 @@ def multiply(
                     async_copy.commit_group()
                     if TWO_STRIPS and has_strip(scales):  # each step between two chunks' barriers
                         if chunk == NUM_CHUNKS - 2:
-                            store_held(next_strip, scales, held, C, GROUPS, GATE, BLOCK_N)
+                            store_rows(next_strip, scales, held, C, GROUPS, GATE, BLOCK_N)
                             if len(scales) == 4:
                                 exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
                         if len(scales) == 4:  # alone: not known with the other  # noqa: SIM102
@@ -357,7 +335,7 @@ def nvfp4_wgmma_kernel(
             source = clamped(following, num_experts)
             next_ranges = uniform(exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N))
             if gl.num_warps() > 4:
-                held = hold(scales, source, N, C, GATE, BLOCK_N)
+                held = load_rows(scales, source, 0, N, C, C, GATE, BLOCK_N)
         else:
             tile = find_tile(
                 index, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
