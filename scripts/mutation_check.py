@@ -156,8 +156,8 @@ FAULTS = [
     Fault(
         "shared memory of results not counted",
         "torch-ext/finegrained_kernels/nvfp4/configs.py",
-        "    rest = config.block_n * config.block_t * result_bytes + strip_bytes(config, depth)",
-        "    rest = strip_bytes(config, depth)",
+        "rest = config.block_n * config.block_t * result_bytes + strip\n",
+        "rest = strip\n",
         ("tests/test_configs.py",),
     ),
     Fault(

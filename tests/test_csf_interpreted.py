@@ -22,7 +22,7 @@ import torch
 from numeric import POISON, assert_same, make_stack, oracle_encode, oracle_swizzle, to_numpy
 
 GUARD = 64
-DECODE_GEOMETRIES = [(2, 32, 40), (3, 48, 22), (2, 16, 2), (2, 144, 8), (2, 144, 48)]
+DECODE_GEOMETRIES = [(2, 32, 40), (3, 48, 22), (2, 16, 2), (2, 144, 10), (2, 144, 48)]
 STARTS = {"every plane": None, "second": [0, 0, 4, 4], "none": [2, 2, 2, 2], "first, long": [0, 1, 1, 1, 0, 9]}
 ENCODE_SHAPES = {
     "whole words": (1, 16, 40), "half a word left": (2, 48, 22), "three words": (1, 48, 10),
