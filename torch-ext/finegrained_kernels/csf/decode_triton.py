@@ -102,7 +102,7 @@ def decode_config(
     else:
         if routed and max_active is None:
             num_warps, many, many_block = 8, cdiv(4 * few_bytes, plane_bytes), 8 * block
-        elif routed and max_active * plane_bytes > few_bytes:
+        elif routed and max_active is not None and max_active * plane_bytes > few_bytes:
             block, programs_per_sm = 1024, 6 if max_active * plane_bytes <= 16 * few_bytes else 8
         tiles, many_tiles = cdiv(plane_bytes, 8 * block), cdiv(plane_bytes, 8 * many_block)
     num_items = tiles * min(num_planes, num_planes if max_active is None else max_active)
