@@ -121,6 +121,7 @@ class Launches:
 
 DECODE_CONSTANTS = {
     **{"NUM_ROWS": 16, "NUM_COLS": 16, "OFFSET_TILE": 1024, "POSITION_BITS": 24, "TILES": 1, "BLOCK": 32},
+    **{"MANY": 0, "MANY_TILES": 1, "MANY_BLOCK": 32},
     **{"BLOCK_X": 32, "BLOCK_E": 2, "SWIZZLED": False, "ALIGNED": True, "ROUTED": False},
 }
 

@@ -73,10 +73,11 @@ def test_decoding_benchmark_runs_small(run_benchmark, tmp_path):
     for row in rows:
         variants.setdefault(row["case"], set()).add(row["variant"])
         assert 0 <= float(row["us_p20"]) <= float(row["us_p50"]) <= float(row["us_p80"])
-    decoded = {"full", "rate_0", "rate_5", "offset_1"}
+    decoded = {"full", "rate_0", "rate_5", "swizzled"}
+    decoded |= {f"offset_{n}" for n in range(1, 16)} | {f"swizzled_offset_{n}" for n in (1, 8, 15)}
     active = {f"active_{n}{known}" for n in (0, 1, 6) for known in ("", "_known")}
     assert variants == {
-        "qwen_gate": decoded | active | {f"offset_{n}" for n in (2, 4, 7, 15)},
+        "qwen_gate": decoded | active,
         "qwen_down": decoded | active,
         "glm_gate": decoded,
         "glm_down": decoded,
