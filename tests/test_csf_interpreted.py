@@ -90,6 +90,18 @@ def many_case(bundle: ModuleType, many: int, offset: int) -> None:
     assert_same(memory, expected, f"workspace from byte {body.start}")
 
 
+def misaligned_codes_case(bundle: ModuleType) -> None:
+    """Codes are loaded by words: those that somebody put elsewhere are refused, and nothing is written."""
+    launch = importlib.import_module(f"{bundle.__name__}.csf.decode_triton").launch_decode
+    stack = make_stack([3], 16, 32, seed=1)
+    scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry)
+    elsewhere = torch.empty(scales.codes.numel() + 4, dtype=torch.uint8)[4:].view(scales.codes.shape)
+    out = torch.full((16 * 32,), POISON, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="codes: expected memory aligned to 8 bytes, got address 0x"):
+        launch(*(scales.state_dict() | {"codes": elsewhere}).values(), out, None, False)
+    assert bool((out == POISON).all())
+
+
 def encode_case(bundle: ModuleType, shape: tuple[int, int, int], low: int = 100, high: int = 112) -> None:
     """Bytes of a range, modulo 256, with exceptions. Where they are scattered all 241 bases have to be tried: slow."""
     encode_triton = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
@@ -176,6 +188,7 @@ CASES = {
         for form in ("rows", "swizzled")
         for name, starts in STARTS.items()
     },
+    "codes that lie elsewhere": (misaligned_codes_case,),
     **{
         f"decode in large tiles from {many} of two planes on, at byte {offset}": (many_case, many, offset)
         for many in (0, 1, 2)

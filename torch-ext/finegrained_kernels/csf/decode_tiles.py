@@ -1,7 +1,8 @@
 """One tile of decoding: the words of the fixed stream first, then, after a barrier, the exceptions among them.
 
 A program owns its tile's output bytes and writes nothing else, so no other program touches them and the order is
-settled inside it. Bases, codes and exceptions are all asked for before anything is stored.
+settled inside it. The first exceptions are asked for before anything is stored; bases and codes too, but for those of a
+wide swizzled tile, which takes several passes, and of the bytes at an unaligned tile's ends.
 
 A workspace may start at any byte. Words are stored at aligned addresses: with the workspace `shift` bytes past one,
 each stored word is the end of one decoded word and the start of the next, and the bytes at the tile's two ends are

@@ -159,6 +159,8 @@ def launch_decode(
 ) -> None:
     """Launch on the current stream of `out`'s device. `out` may be longer than what is written, from its start."""
     num_planes, num_rows, half_cols = codes.shape
+    if codes.data_ptr() % 8:
+        raise ValueError(f"codes: expected memory aligned to 8 bytes, got address {codes.data_ptr():#x}")
     shift = out.data_ptr() % 8
     if max_active is not None:
         max_active = min(max_active, num_planes)

@@ -3,8 +3,8 @@ along the planes, and one writes codes and exceptions.
 
 Bytes moved: every scale byte twice, 0.5 and a base a row written, 4 an exception. The host waits once, to learn how
 many exceptions there are, and the GPU idles until it has launched the last kernel: what can be done before it waits, or
-after that launch, is done there. All writing is left to the last kernel, so that it outlasts what the host does until
-it launches the next stack's first.
+after that launch, is done there. Codes and exceptions are left to the last kernel, so that it outlasts what the host
+does until it launches the next stack's first.
 
 A row's base is the lowest of 241 whose window of 16 values covers the most bytes. Windows are ranked eight at a time,
 from around the row's mean, and further down or up until counts prove that no other can win: one further down covers at
@@ -58,7 +58,7 @@ def sum_bytes(words):
 def load_four_words(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LANES: tl.constexpr):
     """Words from `first` of a row, four a lane: `[rows, LANES]` each, those of a lane in one thread.
 
-    They are loaded by fours, or by twos where rows start at no multiple of 16 bytes.
+    They are loaded by fours, or by twos where rows start at no multiple of 16 bytes, if planes start at one.
     """
     if NUM_COLS % 16 == 0:
         words = load_words(planes_ptr, rows, mask_r, first + tl.arange(0, 4 * LANES)[None, :], NUM_COLS)

@@ -38,7 +38,8 @@ class NVFP4CSFScales:
 
     Attributes:
         bases: uint8 `[E, N]`, the lowest byte value of each row's window, at most 240.
-        codes: uint8 `[E, N, C / 2]`, two 4-bit offsets a byte, low nibble first.
+        codes: uint8 `[E, N, C / 2]`, two 4-bit offsets a byte, low nibble first; aligned to 8 bytes, as tensors of
+            their own are.
         exceptions: int32 `[X]`, `value << 24 | position in the plane`, plane after plane, positions increasing.
         exception_offsets: int32 `[E * ceil(N * C / 1024) + 1]`, the first exception of each 1024 bytes.
     """
