@@ -22,6 +22,26 @@ from .decode_tiles import decode_row_tile, decode_swizzled_tile
 from .scales import TILE_BYTES
 
 
+@triton.jit
+def decode_items(
+    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
+    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, ALIGNED: tl.constexpr, decode_tile: tl.constexpr,
+):  # fmt: skip
+    """Decode the program's items from `item`, of plane `found - 1`, as long as their plane's expert is among `expert`.
+
+    Returns the first item that is not.
+    """
+    while found > 0:
+        decode_tile(
+            out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, found - 1, item % TILES, shift,
+            NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, BLOCK, BLOCK_X, ALIGNED,
+        )  # fmt: skip
+        item += tl.num_programs(0)
+        found = tl.sum(tl.where(rank == item // TILES, expert + 1, 0))
+    return item
+
+
 @triton.jit(do_not_specialize=["num_planes", "shift"])
 def decode_kernel(
     out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert_start_ptr, num_planes, shift,
@@ -60,20 +80,16 @@ def decode_kernel(
                 found = tl.sum(found)
             if are_many:
                 found = tl.sum(tl.where(rank == item // MANY_TILES, expert + 1, 0))
-                while found > 0:
-                    decode_tile(
-                        out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, found - 1, item % MANY_TILES, shift,
-                        NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, MANY_BLOCK, BLOCK_X, ALIGNED,
-                    )  # fmt: skip
-                    item += tl.num_programs(0)
-                    found = tl.sum(tl.where(rank == item // MANY_TILES, expert + 1, 0))
-            while found > 0:
-                decode_tile(
-                    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, found - 1, item % TILES, shift,
-                    NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, BLOCK, BLOCK_X, ALIGNED,
+                item = decode_items(
+                    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
+                    NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, MANY_TILES, MANY_BLOCK, BLOCK_X, ALIGNED,
+                    decode_tile,
                 )  # fmt: skip
-                item += tl.num_programs(0)
-                found = tl.sum(tl.where(rank == item // TILES, expert + 1, 0))
+            else:
+                item = decode_items(
+                    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
+                    NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, TILES, BLOCK, BLOCK_X, ALIGNED, decode_tile,
+                )  # fmt: skip
             if first_expert + BLOCK_E < num_planes:
                 num_seen = tl.maximum(num_seen, tl.max(rank) + 1)
     else:
