@@ -30,7 +30,7 @@ def decode_items(
 ):  # fmt: skip
     """Decode the program's items from `item`, of plane `found - 1`, as long as their plane's expert is among `expert`.
 
-    Returns the first item that is not.
+    Returns the first item that is not, and zero.
     """
     while found > 0:
         decode_tile(
@@ -39,7 +39,7 @@ def decode_items(
         )  # fmt: skip
         item += tl.num_programs(0)
         found = tl.sum(tl.where(rank == item // TILES, expert + 1, 0))
-    return item
+    return item, found
 
 
 @triton.jit(do_not_specialize=["num_planes", "shift"])
@@ -80,16 +80,16 @@ def decode_kernel(
                 found = tl.sum(found)
             if are_many:
                 found = tl.sum(tl.where(rank == item // MANY_TILES, expert + 1, 0))
-                item = decode_items(
+                item, found = decode_items(
                     out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
                     NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, MANY_TILES, MANY_BLOCK, BLOCK_X, ALIGNED,
                     decode_tile,
                 )  # fmt: skip
-            else:
-                item = decode_items(
-                    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
-                    NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, TILES, BLOCK, BLOCK_X, ALIGNED, decode_tile,
-                )  # fmt: skip
+            # Nothing is left for it where many were found; as an `else` it would cost registers.
+            item, found = decode_items(
+                out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
+                NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, TILES, BLOCK, BLOCK_X, ALIGNED, decode_tile,
+            )  # fmt: skip
             if first_expert + BLOCK_E < num_planes:
                 num_seen = tl.maximum(num_seen, tl.max(rank) + 1)
     else:
