@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import checkpoints
-from finegrained_kernels.checkpoint import CheckpointError, compress, load_layer_scales, verify
+from finegrained_kernels.checkpoint import CheckpointError, compress, inspect, load_layer_scales, verify
 
 pytestmark = pytest.mark.usefixtures("bundle")
 
@@ -66,6 +66,40 @@ def test_rewriting_a_header_alike_is_no_fault(small):
 def test_a_tensor_that_its_header_now_reads_otherwise(small, change):
     edit_header(small, lambda document: change(document[WEIGHT]))
     assert (SHARD, WEIGHT) in faults(small)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entry: entry.pop("dtype"), "expected a dtype"),
+        (lambda entry: entry.update(dtype=["U8"]), "expected a dtype"),
+        (lambda entry: entry.update(dtype=None), "unknown dtype None"),
+        (lambda entry: entry.update(shape=""), "a list of sizes"),
+        (lambda entry: entry.update(shape=[entry["shape"]]), "a list of sizes"),
+        (lambda entry: entry.update(shape=[True]), "is not made of sizes"),
+        (lambda entry: entry.update(shape=[10**400], data_offsets=[0, 10**400]), "more than any file holds"),
+        (lambda entry: entry.update(data_offsets=[str(offset) for offset in entry["data_offsets"]]), "two integers"),
+        (lambda entry: entry.update(data_offsets=[*entry["data_offsets"], 0]), "two integers"),
+        (lambda entry: entry.update(data_offsets=[entry["data_offsets"][0], None]), "two integers"),
+    ],
+    ids=["gone", "list", "null", "text", "nested", "bool", "huge", "texts", "three", "open"],
+)
+def test_an_entry_that_says_something_else_is_named(small, change, message):
+    edit_header(small, lambda document: change(document[WEIGHT]))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        inspect(small)
+    assert [(fault.file, fault.tensor) for fault in raised.value.faults] == [(SHARD, WEIGHT)]
+    assert (SHARD, WEIGHT) in faults(small)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[]", b"3", b"{", b"\xff{}", b'{"x": 1.0}', b'{"x": NaN}', '{"é": []}'.encode("utf-16")]
+)
+def test_text_that_is_no_header(small, text):
+    path = small / SHARD
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match=rf"^{SHARD}: not a safetensors header: .{{1,200}}$"):
+        inspect(small)
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "tf"}, {"format": 3}, ["pt"]], ids=["gone", "tf", "int", "list"])

@@ -13,6 +13,7 @@ import checkpoints
 from conftest import untraced
 from finegrained_kernels.checkpoint import CheckpointError, compress, inspect
 from finegrained_kernels.checkpoint.headers import build_header
+from finegrained_kernels.checkpoint.layouts import without_gc
 from finegrained_kernels.cli import app
 
 pytestmark = pytest.mark.usefixtures("bundle")
@@ -103,16 +104,33 @@ def test_the_headers_of_a_large_model_are_inspected_in_two_seconds(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_text("{}")
 
-    seconds = [float("inf")]
-    while min(seconds) >= 2 and len(seconds) < 6:
+    @without_gc()  # as `inspect` does
+    def parse_all():
+        for path in tmp_path.glob("*.safetensors"):
+            json.loads(path.read_bytes()[8:])
+        json.loads((tmp_path / "model.safetensors.index.json").read_bytes())
+
+    # Other work on this machine is not its fault. One that takes more than 0.4 s to parse the JSON alone (0.3 to 0.36
+    # when nothing else runs) is too slow, or too busy, to be held to the seconds of others.
+    parsing, inspecting = float("inf"), float("inf")
+    for _ in range(5):
         with untraced():
-            begin = time.process_time()  # other work on this machine is not its fault
-            report = inspect(tmp_path)
-            seconds.append(time.process_time() - begin)
+            parsing = min(parsing, cpu_seconds(parse_all)[0])
+            took, report = cpu_seconds(lambda: inspect(tmp_path))
+        inspecting = min(inspecting, took)
+        if inspecting < 2:
+            break
     assert report.faults == []
     assert (report.tensors, len(report.scales), sum(s.planes for s in report.scales)) == (tensors, 126, 36288)
     assert round(sum(s.dense_bytes for s in report.scales) / 1e9) == 19
-    assert min(seconds) < 2, seconds
+    assert inspecting < max(2, 5 * parsing), (inspecting, parsing)
+
+
+def cpu_seconds(function):
+    """CPU time of a call, and what it returned."""
+    begin = time.process_time()
+    result = function()
+    return time.process_time() - begin, result
 
 
 def test_the_commands_work_together(source, tmp_path):

@@ -223,6 +223,8 @@ def test_the_container_enforces_its_rules(roots, tmp_path):
     opens(manifest | {"shards": [shard]}, "manifest.json", "list of objects")
     names = contract["source_names"]
     opens(contract | {"source_names": dict.fromkeys(names, shard)}, "build-contract.json", "different shards")
+    for other in ([], {name: [shard] for name in names}):
+        opens(contract | {"source_names": other}, "build-contract.json", "source_names must map texts to texts")
     opens(manifest | {"shards": manifest["shards"][1:]}, "manifest.json", "different shards")
     opens(manifest | {"shards": [{"file": f"../{shard}"}]}, "manifest.json", "not a bare file name")
     # Both agree, on something else than this format.

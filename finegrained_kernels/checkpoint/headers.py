@@ -12,13 +12,15 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _ALIGNMENT = 8
+_MAX_BITS = 1 << 63
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -58,7 +60,7 @@ class Header:
 
     @property
     def data_bytes(self) -> int:
-        return max((info.end for info in self.tensors.values()), default=0)
+        return max(map(attrgetter("end"), self.tensors.values()), default=0)
 
     def in_data_order(self) -> list[tuple[str, TensorInfo]]:
         return sorted(self.tensors.items(), key=lambda item: item[1][2:])
@@ -92,21 +94,38 @@ def read_header(path: Path, name: str, *, data_present: bool = True) -> Header:
 def parse_header(raw: bytes, name: str) -> Header:
     """Check the text of a header and return it; see `read_header`."""
     try:
-        entries = json.loads(raw[8:])
-        metadata = entries.pop("__metadata__", None)
-        tensors = {
-            tensor: TensorInfo(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for tensor, entry in entries.items()
-        }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError([Fault(name, None, f"not a safetensors header: {error!r}")]) from error
+        entries = json.loads(raw[8:].decode(), parse_float=_refuse_number, parse_constant=_refuse_number)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError([Fault(name, None, f"not a safetensors header: {error}")]) from error
+    if not isinstance(entries, dict):
+        message = f"not a safetensors header: expected a JSON object, got {type(entries).__name__}"
+        raise CheckpointError([Fault(name, None, message)])
+    metadata = entries.pop("__metadata__", None)
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
         raise CheckpointError([Fault(name, None, f"__metadata__ must map texts to texts, got {metadata!r}")])
+
+    tensors: dict[str, TensorInfo] = {}
+    # Tensors are many, their dtypes and shapes few: those that are alike share one.
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
+    for tensor, entry in entries.items():
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if not (type(shape) is list and type(begin) is type(end) is int):
+                raise TypeError
+            kind = dtype, tuple(shape)
+            tensors[tensor] = TensorInfo(*kinds.setdefault(kind, kind), begin, end)
+        except (TypeError, ValueError, KeyError) as error:
+            message = f"expected a dtype, a list of sizes for shape and two integers for data_offsets, got {entry!r}"
+            raise CheckpointError([Fault(name, tensor, message)]) from error
     header = Header(raw, metadata, tensors)
     check_tensors(header, name)
     return header
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no integer")
 
 
 def build_header(
@@ -201,11 +220,14 @@ def check_tensors(header: Header, name: str) -> None:
 def _checked_size(dtype: str, shape: tuple[int, ...], name: str, tensor: str) -> int:
     if dtype not in DTYPE_BITS:
         raise CheckpointError([Fault(name, tensor, f"unknown dtype {dtype!r}")])
-    if not all(isinstance(extent, int) and extent >= 0 for extent in shape):
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
         raise CheckpointError([Fault(name, tensor, f"shape {list(shape)} is not made of sizes")])
-    if math.prod(shape) * DTYPE_BITS[dtype] % 8:
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if bits % 8:
         raise CheckpointError([Fault(name, tensor, f"{dtype} {list(shape)} does not fill whole bytes")])
-    return num_bytes(dtype, shape)
+    if bits >= _MAX_BITS:
+        raise CheckpointError([Fault(name, tensor, f"{dtype} {list(shape)} is more than any file holds")])
+    return bits // 8
 
 
 def _wrong_size(header: Header, size: int, name: str) -> Fault:

@@ -83,13 +83,14 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None) -> InspectRe
     Raises:
         CheckpointError: no checkpoint there, or a header or index that cannot be read.
     """
-    if Path(checkpoint).is_dir() or not _is_hub_id(str(checkpoint)):
-        opened = open_checkpoint(checkpoint, data_present=False)
-    else:
-        from finegrained_kernels.checkpoint.hub import open_hub_checkpoint
+    name = str(checkpoint)
+    if Path(checkpoint).is_dir() or not _is_hub_id(name):
+        with without_gc():  # once for both
+            return describe(open_checkpoint(checkpoint, data_present=False), name)
 
-        opened = open_hub_checkpoint(str(checkpoint), revision=revision)
-    return describe(opened, str(checkpoint))
+    from finegrained_kernels.checkpoint.hub import open_hub_checkpoint
+
+    return describe(open_hub_checkpoint(name, revision=revision), name)
 
 
 @without_gc()

@@ -116,6 +116,10 @@ class Checkpoint:
         listed, located = self.layout.listed, self.located
         if listed is None:
             return []
+        if len(listed) == len(located) and all(
+            all(map(eq, repeat(shard), map(listed.get, header.tensors))) for shard, header in self.headers.items()
+        ):
+            return []  # every tensor is in its listed shard
         index = self.layout.index or CONTRACT
         missing, unlisted = listed.keys() - located.keys(), located.keys() - listed.keys()
         if self.layout.kind == CONTAINER_LAYOUT:  # may list a compressed scale by its name before it became two tensors
@@ -127,7 +131,6 @@ class Checkpoint:
         return faults + [
             Fault(index, name, f"said to be in {listed[name]}, but is in {shard}")
             for shard, header in self.headers.items()
-            if not all(map(eq, repeat(shard), map(listed.get, header.tensors)))
             for name in header.tensors
             if name in listed and listed[name] != shard
         ]
@@ -224,8 +227,8 @@ def container_faults(manifest: Mapping[str, Any], contract: Mapping[str, Any]) -
     names = contract.get("source_names")
     if not isinstance(shards, list) or not all(isinstance(shard, dict) and "file" in shard for shard in shards):
         faults.append(Fault(MANIFEST, None, "shards must be a list of objects with a file each"))
-    elif not isinstance(names, dict):
-        faults.append(Fault(CONTRACT, None, "source_names must be an object"))
+    elif not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        faults.append(Fault(CONTRACT, None, "source_names must map texts to texts"))
     else:
         files = [shard["file"] for shard in shards]
         bare = [file for file in files if not isinstance(file, str) or "/" in file or "\\" in file]
@@ -248,7 +251,8 @@ def _read_index(root: Path, index: str) -> tuple[dict[str, str], list[str]]:
     listed = read_json(root / index, index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError([Fault(index, None, "weight_map must be an object that is not empty")])
-    shards = {str(shard): shard for shard in listed.values()}  # by text: what is no string is refused, whatever it is
+    # By text: what is no string is refused, whatever it is.
+    shards = dict(zip(map(str, listed.values()), listed.values(), strict=True))
     return listed, [check_shard_name(shard, index) for shard in shards.values()]
 
 

@@ -57,7 +57,7 @@ class Plane(NamedTuple):
     @property
     def global_scale(self) -> str:
         """Name of the second-level scale."""
-        return self.module + _GLOBALS[self.weight.removeprefix(self.module)]
+        return self.module + _GLOBALS[self.weight[len(self.module) :]]
 
     def as_compressed(self) -> Plane:
         return self._replace(compressed=True)
@@ -94,19 +94,16 @@ def find_planes(located: Located) -> tuple[dict[str, Plane], list[Fault]]:
     """
     planes: dict[str, Plane] = {}
     faults: list[Fault] = []
-    for name, (shard, _) in located.items():
-        if name.endswith(SCALE):
-            scale = name
-        elif name.endswith(FIXED):
-            scale = name.removesuffix(FIXED)
-        elif name.endswith(EXCEPTIONS):
+    for name in located:
+        if not name.endswith((SCALE, FIXED, EXCEPTIONS)):
+            continue
+        if name.endswith(EXCEPTIONS):
             scale = name.removesuffix(EXCEPTIONS)
             if scale + FIXED not in located:
-                faults.append(Fault(shard, name, f"unpaired: the checkpoint has no {scale}{FIXED}"))
+                faults.append(Fault(located[name][0], name, f"unpaired: the checkpoint has no {scale}{FIXED}"))
             continue
-        else:
-            continue
-        plane = _describe(scale, located, scale is not name, faults)
+        scale = name.removesuffix(FIXED)
+        plane = _describe(scale, located, scale != name, faults)
         if plane is not None:
             planes[scale] = plane
     return planes, faults
