@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -60,7 +59,7 @@ class Header:
 
     @property
     def data_bytes(self) -> int:
-        return max(map(attrgetter("end"), self.tensors.values()), default=0)
+        return max((info.end for info in self.tensors.values()), default=0)
 
     def in_data_order(self) -> list[tuple[str, TensorInfo]]:
         return sorted(self.tensors.items(), key=lambda item: item[1][2:])

@@ -251,8 +251,7 @@ def _read_index(root: Path, index: str) -> tuple[dict[str, str], list[str]]:
     listed = read_json(root / index, index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError([Fault(index, None, "weight_map must be an object that is not empty")])
-    # By text: what is no string is refused, whatever it is.
-    shards = dict(zip(map(str, listed.values()), listed.values(), strict=True))
+    shards = {str(shard): shard for shard in listed.values()}  # by text: what is no string is refused, whatever it is
     return listed, [check_shard_name(shard, index) for shard in shards.values()]
 
 

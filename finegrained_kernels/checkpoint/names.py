@@ -57,7 +57,7 @@ class Plane(NamedTuple):
     @property
     def global_scale(self) -> str:
         """Name of the second-level scale."""
-        return self.module + _GLOBALS[self.weight[len(self.module) :]]
+        return self.module + _GLOBALS[self.weight.removeprefix(self.module)]
 
     def as_compressed(self) -> Plane:
         return self._replace(compressed=True)
