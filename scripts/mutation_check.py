@@ -37,8 +37,8 @@ class Fault:
 
 
 CSF = "torch-ext/finegrained_kernels/csf"
-CODEC = ("tests/test_csf_codec.py",)
-INTERPRETED = ("tests/test_csf_interpreted.py",)
+CODEC = ("tests/codec/test_csf_codec.py",)
+INTERPRETED = ("tests/codec/test_csf_interpreted.py",)
 
 FAULTS = [
     Fault(
@@ -60,7 +60,7 @@ FAULTS = [
         "torch-ext/finegrained_kernels/nvfp4/reference.py",
         "torch.stack([byte & 15, byte >> 4], dim=-1)",
         "torch.stack([byte >> 4, byte & 15], dim=-1)",
-        ("tests/test_moe.py", "-k", "test_weight_only_forward and cpu"),
+        ("tests/moe/test_moe.py", "-k", "test_weight_only_forward and cpu"),
     ),
     Fault(
         "off-by-one base (encoder)",
@@ -95,7 +95,7 @@ FAULTS = [
         f"{CSF}/decode_tiles.py",
         "    tl.debug_barrier()\n",
         "",
-        ("tests/test_csf_barrier.py",),
+        ("tests/codec/test_csf_barrier.py",),
     ),
     Fault(
         "padding taken for bytes (encoding kernel)",
@@ -123,7 +123,7 @@ FAULTS = [
         f"{CSF}/decode.py",
         "for plane in (starts[1:] > starts[:-1]).nonzero().view(-1).tolist()]",
         "for plane in range(num_planes)]",
-        ("tests/test_csf_workspace.py",),
+        ("tests/codec/test_csf_workspace.py",),
     ),
     Fault(
         "ignored expert_start (kernel)",
@@ -137,42 +137,42 @@ FAULTS = [
         "torch-ext/finegrained_kernels/nvfp4/cpu.py",
         "gated(halves[:, 0], halves[:, 1], gemm.alpha",
         "gated(halves[:, 1], halves[:, 0], gemm.alpha",
-        ("tests/test_nvfp4_gemm.py",),
+        ("tests/gemm/test_nvfp4_gemm.py",),
     ),
     Fault(
         "swapped gate and up (kernel)",
         "torch-ext/finegrained_kernels/nvfp4/portable_gemm.py",
         "        acc, acc_up, expert, rows, ok, sources, n_tile,\n        x_global_ptr",
         "        acc_up, acc, expert, rows, ok, sources, n_tile,\n        x_global_ptr",
-        ("tests/test_nvfp4_compile.py", "-k", "test_interpreted_kernels_match"),
+        ("tests/gemm/test_nvfp4_compile.py", "-k", "test_interpreted_kernels_match"),
     ),
     Fault(
         "another expert's compressed scales (CPU)",
         "torch-ext/finegrained_kernels/nvfp4/cpu.py",
         "decode_planes(gemm.b_scales, expert, expert + 1)",
         "decode_planes(gemm.b_scales, 0, 1)",
-        ("tests/test_fused.py", "-k", "test_every_byte_arrives_on_cpu"),
+        ("tests/gemm/test_fused.py", "-k", "test_every_byte_arrives_on_cpu"),
     ),
     Fault(
         "shared memory of results not counted",
         "torch-ext/finegrained_kernels/nvfp4/configs.py",
         "rest = config.block_n * config.block_t * result_bytes + strip\n",
         "rest = strip\n",
-        ("tests/test_configs.py",),
+        ("tests/gemm/test_configs.py",),
     ),
     Fault(
         "swapped gate and up (slices of a checkpoint)",
         "finegrained_kernels/checkpoint/slices.py",
         '"gate_up": (GATE, UP)',
         '"gate_up": (UP, GATE)',
-        ("tests/test_checkpoint_slices.py",),
+        ("tests/checkpoint/test_checkpoint_slices.py",),
     ),
     Fault(
         "divisor taken for multiplier",
         "finegrained_kernels/checkpoint/slices.py",
         "torch.where(divisors, 1 / stored, stored)",
         "torch.where(divisors, stored, stored)",
-        ("tests/test_checkpoint_slices.py",),
+        ("tests/checkpoint/test_checkpoint_slices.py",),
     ),
     Fault(
         "unsorted exceptions accepted",
@@ -200,7 +200,7 @@ FAULTS = [
         "torch-ext/finegrained_kernels/moe.py",
         "        if expand:\n",
         "        if expand and workspace is None:\n",
-        ("tests/test_moe.py", "-k", "test_only_routed_experts_are_decoded and cpu"),
+        ("tests/moe/test_moe.py", "-k", "test_only_routed_experts_are_decoded and cpu"),
     ),
 ]
 

@@ -17,7 +17,7 @@ from kernels.compat import tomllib
 import checkpoints
 from conftest import REPO_ID, ROOT
 from hub import Hub, Repository
-from test_checkpoint_hub import ModelHub
+from model_hub import ModelHub
 
 DOCUMENTS = ["README.md", "CARD.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -27,7 +27,7 @@ from numeric import (
     words_tensor,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 VECTORS = json.loads((ROOT / "tests/data/csf_vectors.json").read_text())
 FAULTS = {
     "base 241": ("fixed", r": base 241 at row 3 is above 240"),

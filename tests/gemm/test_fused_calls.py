@@ -7,10 +7,10 @@ import importlib
 
 import pytest
 import torch
-
-from numeric import make_coded_planes
 from test_fused import bits, one_configuration
 from test_nvfp4_gemm import poisoned_memory
+
+from numeric import make_coded_planes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E, N, K, TOP_K = 7, 128, 384, 2

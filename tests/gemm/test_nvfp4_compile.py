@@ -160,4 +160,4 @@ for global_scale in (2.0**-117, 1e-20, 0.011, 0.7, 3e5, 1e25):  # float32 next t
 )
 def test_interpreted_kernels_match(bundle_dir, run_python, body):
     prelude = INTERPRETED.format(tests=str(TESTS), variant=str(bundle_dir))
-    run_python(prelude + body, TRITON_INTERPRET="1", PYTHONPATH=str(TESTS))
+    run_python(prelude + body, TRITON_INTERPRET="1", PYTHONPATH=f"{TESTS}:{TESTS.parent / 'support'}")

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_nvfp4_gemm import activations, expert_sums, gated_answer, poisoned_memory, routing_ids
 
 from numeric import make_coded_planes, oracle_weights
-from test_nvfp4_gemm import activations, expert_sums, gated_answer, poisoned_memory, routing_ids
 
 AXES = {
     "op": ("grouped", "batched", "2d"),

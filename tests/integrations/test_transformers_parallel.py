@@ -62,7 +62,7 @@ def test_two_processes_give_the_result_of_one(bundle, bundle_dir, tmp_path):
     tokens = (torch.arange(40) * 7 % 128).tolist()
     code = WORKER.format(
         tokens=tokens,
-        tests=str(ROOT / "tests"),
+        tests=str(ROOT / "tests" / "support"),
         scripts=str(ROOT / "scripts"),
         paths=[str(path) for path in checkpoints],
         narrow=str(narrow),

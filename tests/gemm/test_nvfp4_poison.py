@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from test_nvfp4_gemm import poisoned_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

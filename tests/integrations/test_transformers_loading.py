@@ -157,7 +157,7 @@ for strategy in ("staged", "staged", "dense"):
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, whose /proc counts peaks")
 def test_peak_of_memory_while_loading_again_and_again(run_python, paths, bundle, bundle_dir, tmp_path):
     shard = write_large(tmp_path / "large", bundle)
-    code = MEASURE.format(tests=str(ROOT / "tests"), small=str(paths["csf"]), path=str(tmp_path / "large"))
+    code = MEASURE.format(tests=str(ROOT / "tests" / "support"), small=str(paths["csf"]), path=str(tmp_path / "large"))
     output = run_python(code, LOCAL_KERNELS=f"{REPO_ID}={bundle_dir}", PYTHONPATH=f"{ROOT}:{ROOT / 'scripts'}").stdout
     assert len(output.splitlines()) == 3
     for line in output.splitlines():
