@@ -224,6 +224,7 @@ def run_cases(variant: Path) -> dict[str, str]:
 def outcomes(bundle_dir: Path) -> dict[str, str]:
     pytest.importorskip("triton", reason="needs triton, whose interpreter runs the kernels")
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "support")
     result = subprocess.run(
         [sys.executable, __file__, str(bundle_dir / "torch-cpu")], env=environment, capture_output=True, text=True
     )
