@@ -93,7 +93,7 @@ def _load(
             repo_id, version=version, revision=revision, backend=backend, trust_remote_code=trust_remote_code
         )
     except Exception as error:
-        if _is_overridden(repo_id) or not _is_absent(error, handled):
+        if is_overridden(repo_id) or not _is_absent(error, handled):
             raise
         hub_error, *_, cause = [error, *_chain(error, handled)]
     else:
@@ -153,7 +153,8 @@ def _torch_backend() -> str:
     return "cpu"
 
 
-def _is_overridden(repo_id: str) -> bool:
+def is_overridden(repo_id: str = REPO_ID) -> bool:
+    """Whether ``LOCAL_KERNELS`` names a copy of this repository."""
     return any(entry.startswith(f"{repo_id}=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
 
 

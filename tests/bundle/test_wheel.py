@@ -70,7 +70,7 @@ def test_load_takes_the_packaged_variant(environment, tmp_path):
 
 
 def test_the_command_works(environment, tmp_path):
-    assert run(environment, tmp_path, "finegrained-kernels", "version").startswith("finegrained-kernels 0.")
+    assert run(environment, tmp_path, "finegrained-kernels", "--version").startswith("finegrained-kernels 0.")
     source = checkpoints.random_moe(hidden=256, inter=128)
     checkpoints.write_checkpoint(tmp_path / "source", source, checkpoints.MODELOPT_CONFIG)
     run(environment, tmp_path, "finegrained-kernels", "compress", "source", "small")
