@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import platform
@@ -154,11 +155,12 @@ def _bundle() -> Iterator[Finding]:
         first, *_, advice = str(error).splitlines() or [type(error).__name__]
         yield Finding("bundle", "fault", first, advice)
         return
-    yield Finding("bundle", "ok", f"{Path(bundle.__file__).parent}, from {_origin(Path(bundle.__file__))}")
+    module = Path(str(bundle.__file__))
+    yield Finding("bundle", "ok", f"{module.parent}, from {_origin(module)}")
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     for device in devices:
-        yield _works(f"decoding, {device}", lambda device=device: _round_trip(bundle, device))
-        yield _works(f"GEMM, {device}", lambda device=device: _product(bundle, device))
+        yield _works(f"decoding, {device}", functools.partial(_round_trip, bundle, device))
+        yield _works(f"GEMM, {device}", functools.partial(_product, bundle, device))
 
 
 def _origin(module: Path) -> str:
