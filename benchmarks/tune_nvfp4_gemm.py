@@ -106,7 +106,7 @@ def make_gemm(bundle: ModuleType, case: str, tokens: int, weights, routing, dtyp
     start, gather, scatter, _ = routing
     first = case.endswith("gate_up")
     x = torch.randn(tokens if first else tokens * TOP_K, depth, dtype=dtype, device="cuda")
-    return part(bundle, "nvfp4.arguments").check_gemm(
+    return part(bundle, "gemm.problem").check_gemm(
         x, weights[0], None, weights[2],
         activation_format="bf16", gate=gate, b_global_scale=torch.full((experts,), 1e-4, device="cuda"),
         expert_start=start, gather_idx=gather if first else None, scatter_idx=None if first else scatter,
@@ -122,7 +122,7 @@ def moved_bytes(gemm, active: int) -> int:
 def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
     """Configurations worth compiling for this many tokens; the occupancy is filled in after compiling. Tiles of
     compressed scales leave room for their strip."""
-    configs = part(bundle, "nvfp4.configs")
+    configs = part(bundle, "gemm.config")
     experts, _, depth, gate = CASES[case]
     mean = tokens * TOP_K / experts
     tiles = [(8, SMALL)]
@@ -149,8 +149,8 @@ def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
 def strip_bytes(bundle: ModuleType, config, gemm, kind: str) -> int:
     """Shared memory that the kernel declares beside Triton's: one strip of scales, if there is one, two for warpgroups
     that have an SM alone, if they fit."""
-    configs, depth = part(bundle, "nvfp4.configs"), gemm.depth
-    if kind == "dense" and not configs.comes_whole(config, depth, part(bundle, "nvfp4.launch").result_bytes(gemm)):
+    configs, depth = part(bundle, "gemm.config"), gemm.depth
+    if kind == "dense" and not configs.comes_whole(config, depth, part(bundle, "gemm.dispatch").result_bytes(gemm)):
         return 0
     strip = configs.strip_bytes(config, depth)
     two = config.warpgroup and config.num_warps > 4 and depth > config.block_k and 2 * strip <= configs.MAX_STRIP_BYTES
@@ -171,7 +171,7 @@ def check_candidate(job) -> tuple:
     torch.set_num_threads(1)
     try:
         bundle = load_bundle(directory)
-        config = part(bundle, "nvfp4.configs").Config(**config_values)
+        config = part(bundle, "gemm.config").Config(**config_values)
         experts = CASES[case][0]
         torch.manual_seed(1)
         tokens = max(1, min(tokens, 2 * config.block_t))
@@ -182,7 +182,7 @@ def check_candidate(job) -> tuple:
         start.clamp_(max=tokens * TOP_K)
         weights = make_weights(bundle, case, used, kind)
         gemm = make_gemm(bundle, case, tokens, weights, (start, *routing[1:]))
-        launch = part(bundle, "nvfp4.launch")
+        launch = part(bundle, "gemm.dispatch")
         out = launch.run_on_gpu(gemm, config)[0]
         b_start = torch.stack([start[0], start[1], start[experts]]).int()
         small = dataclasses.replace(
@@ -191,7 +191,7 @@ def check_candidate(job) -> tuple:
             gather_idx=None if gemm.gather_idx is None else gemm.gather_idx.cpu(),
             scatter_idx=None if gemm.scatter_idx is None else gemm.scatter_idx.cpu(),
         )  # fmt: skip
-        want = part(bundle, "nvfp4.cpu").run_on_cpu(small)[0].double()
+        want = part(bundle, "gemm.cpu").run_on_cpu(small)[0].double()
         error = ((out.cpu().double() - want).norm() / want.norm()).item()
         if not error < 4e-3:
             return case, kind, config_values, f"wrong: relative error {error:.3g}"
@@ -268,7 +268,7 @@ def time_config(bundle: ModuleType, gemm, config, declared: int) -> list:
     """[(config with its programs an SM, cold us)], for full occupancy and for less."""
     from harness import time_cold
 
-    launch = part(bundle, "nvfp4.launch")
+    launch = part(bundle, "gemm.dispatch")
     operands, x_global, gather_idx = launch.prepare_activations(gemm)
     arguments, constants = launch.kernel_arguments(gemm, operands, x_global, gather_idx, launch.new_outputs(gemm))
     resident = occupancy(launch.launch_mma(gemm, config, operands, x_global, arguments, constants), declared)
@@ -289,7 +289,7 @@ def merged(directory: Path, entries: list[dict]) -> list[dict]:
     def place(entry: dict) -> tuple:
         return entry["n"], entry["k"], entry.get("compressed", False), entry["rows_per_expert"]
 
-    path = directory / "nvfp4/configs" / table_name()
+    path = directory / "gemm/tables" / table_name()
     table = {place(entry): entry for entry in json.loads(path.read_text())["entries"]} if path.exists() else {}
     table |= {place(entry): entry for entry in entries}
     return list(table.values())

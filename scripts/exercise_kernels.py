@@ -107,7 +107,7 @@ def exercise_gemm(bundle: ModuleType, device: str, op: str, cols: int, depth: in
 def exercise_gemms(bundle: ModuleType, device: str) -> None:
     for case in GEMMS:
         exercise_gemm(bundle, device, *case)
-    configs, launch = (importlib.import_module(f"{bundle.__name__}.nvfp4.{name}") for name in ("configs", "launch"))
+    configs, launch = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("config", "dispatch"))
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         chosen = launch.choose_config
         for tile in tiles_of_each_kind(configs):  # real shapes get them, where there are rows enough

@@ -81,15 +81,16 @@ def make_case(name: str, archs: tuple[str, ...], kernel: JITFunction, args: tupl
 
 def gemm_cases(bundle: ModuleType) -> list[Case]:
     """Every GEMM kernel, at tiles of decode and of prefill, with each kind of routing, scales and output."""
-    names = ("launch", "scaled_gemm", "mma_gemm", "wgmma_gemm", "act_quant", "configs", "arguments")
-    modules = {name: importlib.import_module(f"{bundle.__name__}.nvfp4.{name}") for name in names}
-    launch, configs = modules["launch"], modules["configs"]
-    check_gemm = modules["arguments"].check_gemm
+    names = ("dispatch", "kernels.sm100_scaled", "kernels.mma", "kernels.sm90_wgmma", "config", "problem")
+    modules = {name: importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in names}
+    dispatch, configs = modules["dispatch"], modules["config"]
+    check_gemm = modules["problem"].check_gemm
+    quant = importlib.import_module(f"{bundle.__name__}.nvfp4.quantize_triton")
     reduce = importlib.import_module(f"{bundle.__name__}.reduce")
     cases: list[Case] = []
 
     def add(name: str, archs: tuple[str, ...], run: Callable[[], Any]) -> None:
-        with recorded(*modules.values(), reduce) as launches:
+        with recorded(*modules.values(), quant, reduce) as launches:
             run()
         case = make_case(name, archs, *launches[-1])  # what prepares the operands comes before
         if case[1:] not in [other[1:] for other in cases]:
@@ -101,8 +102,8 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
             "uses_scaled_kernel": lambda _: scaled,
             "choose_config": lambda *_: config,
         }
-        with unittest.mock.patch.multiple(launch, **choices):
-            add(name, archs, lambda: launch.run_on_gpu(g))
+        with unittest.mock.patch.multiple(dispatch, **choices):
+            add(name, archs, lambda: dispatch.run_on_gpu(g))
 
     def compressed_scales(experts: int, rows: int, cols: int):
         sizes = (experts, rows), (experts, rows, cols // 2), (experts,), (experts * (-(-rows * cols // 1024)) + 1,)
@@ -134,7 +135,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
         rows = g.num_rows if g.expert_ids is None else min(g.num_rows, E)
         config = config or configs.default_config(g.b.shape[1], g.depth, rows, g.num_experts, 132, False)
         if not isinstance(g.b_scales, torch.Tensor):
-            name, config = f"fused {name}", configs.with_strip(config, g.depth, launch.result_bytes(g))
+            name, config = f"fused {name}", configs.with_strip(config, g.depth, dispatch.result_bytes(g))
         tile = f"{'wgmma' if config.warpgroup else 'mma'} {config.block_n}x{config.block_k}x{config.block_t}"
         add_gemm(f"{tile} {name}", archs, g, mma=True, config=config)
 
@@ -172,8 +173,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     add_gemm("scaled prefill gated", BLACKWELL, gemm(640, 2560, 4096, "grouped", gate=True), scaled=True)
     rows, codes = torch.empty(8, 2560, dtype=torch.bfloat16), torch.empty(8, 1280, dtype=torch.uint8)
     index, scales = torch.zeros(1, 8, dtype=torch.int64), torch.empty(8, 160, dtype=torch.uint8)
-    quant = modules["act_quant"]
-    add("permute_tokens", ("sm_90",), lambda: modules["wgmma_gemm"].permute_tokens(rows, 8))
+    add("permute_tokens", ("sm_90",), lambda: modules["kernels.sm90_wgmma"].permute_tokens(rows, 8))
     add("quantize_rows", EVERYWHERE, lambda: quant.quantize_rows(rows, None))
     add("quantized_operands", EVERYWHERE, lambda: quant.quantized_operands(rows, None, None))
     add("expanded_operands", EVERYWHERE, lambda: quant.expanded_operands(codes, scales))

@@ -19,12 +19,12 @@ LEAST_OF_A_PROGRAM = 99 << 10
 BANKS, BANK_BYTES = 32, 4
 GATED = {(1280, 2560), (4096, 4096)}
 """Weight rows and K of the tables' shapes that are tuned with a gate."""
-TABLES = [path.stem.replace("_", " ") for path in (ROOT / "torch-ext").rglob("configs/*.json")]
+TABLES = [path.stem.replace("_", " ") for path in (ROOT / "torch-ext").rglob("tables/*.json")]
 
 
 @pytest.fixture(scope="module")
 def configs(bundle):
-    return importlib.import_module(f"{bundle.__name__}.nvfp4.configs")
+    return importlib.import_module(f"{bundle.__name__}.gemm.config")
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,7 @@ def check_scenario(bundle, choice: dict, device: str) -> None:
 def one_configuration(bundle, depth: int, tile: tuple | None) -> Iterator[list]:
     """Dense scales get the configuration that compressed ones get, `tile` or else the bundle's choice. Yields the
     scales that were decoded into memory."""
-    configs, launch = (importlib.import_module(f"{bundle.__name__}.nvfp4.{name}") for name in ("configs", "launch"))
+    configs, launch = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("config", "dispatch"))
     choose, decompress, decoded = launch.choose_config, launch.decompress_nvfp4_csf_scales, []
     fixed = None if tile is None else configs.with_strip(configs.Config(*tile), depth)
 

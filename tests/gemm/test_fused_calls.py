@@ -134,9 +134,7 @@ def test_compiles_in_one_graph(bundle, device, tokens):
 @pytest.mark.parametrize("kind", ["dense", "compressed"])
 def test_op_keeps_its_contract(layer, device, kind, quantize_output):
     """Schema, fake result and dispatch of the registered op, scales as a list of one tensor or four."""
-    matmul, arguments = (
-        importlib.import_module(f"{layer.bundle.__name__}.nvfp4.{name}") for name in ("matmul", "arguments")
-    )
+    matmul, arguments = (importlib.import_module(f"{layer.bundle.__name__}.gemm.{name}") for name in ("api", "problem"))
     x, ids = make_inputs(0, FEW, device)
     token = torch.arange(ids.numel(), device=device) // TOP_K
     scales = layer.compressed if kind == "compressed" else layer.dense.view(torch.uint8)  # opcheck multiplies inputs

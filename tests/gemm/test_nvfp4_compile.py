@@ -38,7 +38,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 bundle = get_local_kernel(Path({variant!r}))
 part = lambda name: importlib.import_module(f"{{bundle.__name__}}.{{name}}")
-part("nvfp4.matmul")._run_on_device = part("nvfp4.launch").run_on_gpu
+part("gemm.api")._run_on_device = part("gemm.dispatch").run_on_gpu
 part("routing")._reduce_on_device = part("reduce").weighted_reduce_on_gpu
 on_cpu = part("nvfp4.quantize")._act_quant_on_device
 """
@@ -74,7 +74,7 @@ def create_dot_scaled(self, a, a_scales, a_format, b, b_scales, b_format, fast_m
     return interpreter.TensorHandle((product + acc.data).astype(np.float32), tl.float32)
 
 interpreter.InterpreterBuilder.create_dot_scaled = create_dot_scaled
-launch = part("nvfp4.launch")
+launch = part("gemm.dispatch")
 launch.uses_scaled_kernel = lambda gemm: not gemm.weight_only
 
 import test_nvfp4_gemm as table
@@ -100,7 +100,7 @@ poison.test_unused_values_change_nothing(bundle, "cpu", True, None, True, 48, 16
 """
 
 QUANTIZER = """
-quant = part("nvfp4.act_quant")
+quant = part("nvfp4.quantize_triton")
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
 GLOBALS = [0.01, 1.0, 0.1 * 2**-70, 0.3 * 2**70, 3e38, 1e-38, 3e-44, 1.5e-45, 0.0, -0.0, -0.01, torch.inf, -torch.inf,

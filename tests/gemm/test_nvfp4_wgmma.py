@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 bundle = get_local_kernel(Path({variant!r}))
-kernel = importlib.import_module(f"{{bundle.__name__}}.nvfp4.wgmma_gemm").nvfp4_wgmma_kernel
+kernel = importlib.import_module(f"{{bundle.__name__}}.gemm.kernels.sm90_wgmma").nvfp4_wgmma_kernel
 pointers = dict(x_ptr="*bf16", w_ptr="*i64", w_global_ptr="*fp32", out_ptr="*bf16", expert_start_ptr="*i32",
                 gather_ptr="*i32")
 scales = {scales}

@@ -19,8 +19,8 @@ import torch
 
 from .csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
 from .csf.scales import NVFP4CSFScales
-from .nvfp4.configs import reads_compressed_on
-from .nvfp4.matmul import matmul_batched, matmul_grouped
+from .gemm.api import matmul_batched, matmul_grouped
+from .gemm.config import reads_compressed_on
 from .nvfp4.reference import GROUP
 from .routing import INDEX_DTYPES, compute_grouped_scheduling, weighted_reduce
 

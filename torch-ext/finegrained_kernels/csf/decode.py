@@ -14,7 +14,7 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..formats import NVFP4_CSF
-from ..layouts import swizzle_mx_scales, swizzled_shape
+from ..swizzle import swizzle_mx_scales, swizzled_shape
 from .scales import NVFP4CSFScales, tiles_per_plane
 
 _CHUNK_BYTES = 1 << 20

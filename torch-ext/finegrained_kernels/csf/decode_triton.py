@@ -17,7 +17,7 @@ import triton.language as tl
 from ..device import cdiv, next_power_of_2, num_sms
 from ..formats import NVFP4_CSF
 from ..launching import BoundKernel, bind
-from ..layouts import swizzled_shape
+from ..swizzle import swizzled_shape
 from .decode_tiles import decode_row_tile, decode_swizzled_tile
 from .scales import TILE_BYTES
 

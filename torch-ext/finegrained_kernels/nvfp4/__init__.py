@@ -1,1 +1,1 @@
-"""NVFP4: the format's reference, its quantizers and the GEMMs that consume it."""
+"""The NVFP4 format: its reference, its quantizers, and the rounding they and the GEMMs share."""

@@ -127,7 +127,7 @@ def _act_quant_on_device(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(packed, scales, row globals [.., 1]); the last is empty when a global was given."""
     if x.device.type != "cpu":
-        from .act_quant import quantize_rows  # Triton may be absent where only the CPU is used
+        from .quantize_triton import quantize_rows  # Triton may be absent where only the CPU is used
 
         return quantize_rows(x, a_global_scale)
     if a_global_scale is not None:

@@ -1,6 +1,6 @@
 """The law of quantize.py as elementwise Triton: the same results to the bit, for every float32.
 
-Written once for both dialects: mma_gemm.py compiles the same source as Gluon functions. Rounding is float32 addition,
+Written once for both dialects: mma.py compiles the same source as Gluon functions. Rounding is float32 addition,
 so that no device's conversion instruction decides a tie, a saturation or a NaN.
 """
 

@@ -1,6 +1,6 @@
 """The GEMM for many rows an expert on Hopper: warpgroup products, weights from registers, tokens from shared memory.
 
-Same tiles, routing and epilogue as mma_gemm.py, and the same unpacking. Warpgroup products read tokens through
+Same tiles, routing and epilogue as mma.py, and the same unpacking. Warpgroup products read tokens through
 descriptors, in order, so that here it is the activations that are relabelled, once, in memory (`permute_tokens`): a
 chunk of G groups holds, for each of a group's two words, 4 products of 2G values, value 2 * slot + h of a product.
 One word's products run while the other word is unpacked. Products read their weights from registers until they are
@@ -17,9 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ..device import cdiv
-from ..launching import bind
-from .csf_strip import (
+from ...device import cdiv
+from ...launching import bind
+from .epilogue import store_tile
+from .scale_strip import (
     STRIP_LIMIT,
     exception_ranges,
     fill_strip,
@@ -33,8 +34,7 @@ from .csf_strip import (
     strip_pairs,
     strip_stride,
 )
-from .epilogue import store_tile
-from .tiles import (
+from .unpack import (
     barrier,
     copy_layout,
     group_layout,
@@ -47,7 +47,7 @@ from .tiles import (
     uniform,
     word_values,
 )
-from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, has_strip, row_swizzle, source_rows
+from .weights import clamped, copy_weights, find_tile, group_tile_ends, has_strip, row_swizzle, source_rows
 
 PERMUTE_BLOCK = 4096
 
@@ -55,7 +55,7 @@ PERMUTE_BLOCK = 4096
 @triton.jit
 def permute_tokens_kernel(x_ptr, out_ptr, num_rows, K: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK results a program. In a chunk, k = (lane, own group, word, half, p) and the result is (word, p, own group,
-    lane, half): tiles.py. Zeros past K."""
+    lane, half): unpack.py. Zeros past K."""
     ROW: tl.constexpr = (K + 16 * GROUPS - 1) // (16 * GROUPS) * (16 * GROUPS)
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, k = offs // ROW, offs % ROW

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from .tiles import copy_layout, load_async
+from .unpack import copy_layout, load_async
 
 
 @gluon.jit
@@ -119,7 +119,7 @@ def copy_swizzled_scales(
     destination, scales_ptr, chunk, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr,
     BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The same for a chunk of scale pairs in the form of layouts.py."""
+    """The same for a chunk of scale pairs in the form of swizzle.py."""
     expert, _, _, n_tile = tile
     HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
     COL_TILES: gl.constexpr = (C + 3) // 4
@@ -139,7 +139,7 @@ def copy_swizzled_scales(
 
 @gluon.constexpr_function
 def has_strip(scales) -> bool:
-    """Whether scales come to a strip of their own (csf_strip.py), and not through the ring."""
+    """Whether scales come to a strip of their own (scale_strip.py), and not through the ring."""
     return len(scales) == 4 or scales[0].dtype.element_ty != gl.int16
 
 

@@ -8,9 +8,9 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..csf.scales import NVFP4CSFScales
-from .arguments import FIELDS, Gemm, Scales, check_gemm
+from ..nvfp4.reference import GROUP
 from .cpu import run_on_cpu
-from .reference import GROUP
+from .problem import FIELDS, Gemm, Scales, check_gemm
 
 Global = Union[torch.Tensor, float, None]
 Result = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
@@ -75,7 +75,7 @@ def matmul_grouped(
         B: packed uint8 or int8 `[E, N, K/2]`, or `[E, 2N, K/2]` with `gate`. K is a multiple of 32,
             the rows one of 16, with `gate` of 32.
         As: float8_e4m3fn or its bytes `[M, K/16]`, of packed A.
-        Bs: the same for B, `[E, N, K/16]` or swizzled (layouts.py); or `NVFP4CSFScales`, which are decoded as the
+        Bs: the same for B, `[E, N, K/16]` or swizzled (swizzle.py); or `NVFP4CSFScales`, which are decoded as the
             kernel goes, with no dense copy, and give the same bits.
         expert_start: int32, E + 1 entries or more, read on the device; expert e owns routed rows
             `[expert_start[e], expert_start[e + 1])`. Rows from `expert_start[E]` on belong to no expert and are 0.
@@ -117,7 +117,7 @@ def _run(gemm: Gemm) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
 def _run_on_device(gemm: Gemm) -> List[torch.Tensor]:
     if gemm.a.device.type == "cpu":
         return run_on_cpu(gemm)
-    from .launch import run_on_gpu  # Triton may be absent where only the CPU is used
+    from .dispatch import run_on_gpu  # Triton may be absent where only the CPU is used
 
     return run_on_gpu(gemm)
 

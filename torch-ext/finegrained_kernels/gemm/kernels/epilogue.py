@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from .rounding import e2m1_from_value, gated_product, scale_from_amax
-from .tiles import opaque_zero, store_layout
-from .weight_ring import source_rows
+from ...nvfp4.rounding import e2m1_from_value, gated_product, scale_from_amax
+from .unpack import opaque_zero, store_layout
+from .weights import source_rows
 
 gl_scale_from_amax = gluon.jit(scale_from_amax.fn)
 gl_e2m1_from_value = gluon.jit(e2m1_from_value.fn)

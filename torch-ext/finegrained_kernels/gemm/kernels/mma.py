@@ -3,8 +3,8 @@
 A tile is BLOCK_N weight rows by up to BLOCK_T routed rows of one expert. Each weight and scale byte of a tile is read
 once; activations come again for every tile of their expert, from L2. With `GATE`, a tile's weight rows alternate
 between 8 gate rows and their 8 up rows, so that both halves of a result meet in one lane.
-Scales arrive with the weights; compressed, or of short rows, a tile's come at once (csf_strip.py). The products are the
-same. What the next tile needs first is asked for before a tile is stored.
+Scales arrive with the weights; compressed, or of short rows, a tile's come at once (scale_strip.py). The products are
+the same. What the next tile needs first is asked for before a tile is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from .csf_strip import (
+from .epilogue import store_tile
+from .scale_strip import (
     exception_ranges,
     fill_strip,
     load_scales,
@@ -21,8 +22,7 @@ from .csf_strip import (
     prefetch_windows,
     strip_pairs,
 )
-from .epilogue import store_tile
-from .tiles import (
+from .unpack import (
     barrier,
     copy_layout,
     group_layout,
@@ -37,7 +37,7 @@ from .tiles import (
     weight_operand,
     word_values,
 )
-from .weight_ring import clamped, copy_weights, find_tile, group_tile_ends, has_strip, row_swizzle, source_rows
+from .weights import clamped, copy_weights, find_tile, group_tile_ends, has_strip, row_swizzle, source_rows
 
 
 @gluon.jit

@@ -8,9 +8,9 @@ from typing import Optional, Union
 import torch
 
 from ..csf.scales import NVFP4CSFScales
-from ..layouts import swizzled_shape
-from .quantize import as_global
-from .reference import GROUP
+from ..nvfp4.quantize import as_global
+from ..nvfp4.reference import GROUP
+from ..swizzle import swizzled_shape
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)

@@ -3,7 +3,7 @@
 Compressed scales are decoded into it. A strip holds a slice of the tile's columns: all of them, or where rows are
 long, an equal part at a time. Its codes, bases and exceptions are loaded (`load_windows`, `load_exceptions`) and become
 bytes: every window first, then, after a barrier, the exceptions over them. Dense scales that come whole
-(`configs.comes_whole`) are copied into it (`load_plain`); others come chunk by chunk, with the weights. Products read
+(`config.comes_whole`) are copied into it (`load_plain`); others come chunk by chunk, with the weights. Products read
 the same bytes from everywhere (`strip_pairs`). A lane fills whole rows, or an equal part of one, so that it needs few
 bases and addresses.
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from ..csf.scales import TILE_BYTES
-from ..formats import NVFP4_CSF
-from . import configs
-from .tiles import barrier, group_layout
+from ...csf.scales import TILE_BYTES
+from ...formats import NVFP4_CSF
+from .. import config
+from .unpack import barrier, group_layout
 
-STRIP_LIMIT = gl.constexpr(configs.MAX_STRIP_BYTES)
-strip_stride = gluon.constexpr_function(configs.strip_stride)
-whole = gluon.constexpr_function(configs.whole)
+STRIP_LIMIT = gl.constexpr(config.MAX_STRIP_BYTES)
+strip_stride = gluon.constexpr_function(config.strip_stride)
+whole = gluon.constexpr_function(config.whole)
 
 OFFSET_TILE = gl.constexpr(TILE_BYTES)
 POSITION_BITS = gl.constexpr(NVFP4_CSF.position_bits)

@@ -3,7 +3,7 @@
 A tile is BLOCK_N weight rows, the rows of the product as sm_100 wants 128 of them, by up to BLOCK_T routed rows of one
 expert; with `GATE`, gate rows alternate with their up rows. Bytes read a tile and k: 9/16 of a row, for both operands.
 The hardware's scale type has no sign, so a negative scale byte flips its codes' signs instead. Globals, gating and
-output are those of portable_gemm.py. Compiled for these GPUs and run interpreted in the tests; never run on one.
+output are those of portable.py. Compiled for these GPUs and run interpreted in the tests; never run on one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .portable_gemm import finish_tile, locate, plane_bytes, routed_sources, scale_offsets
+from .portable import finish_tile, locate, plane_bytes, routed_sources, scale_offsets
 
 
 @triton.jit

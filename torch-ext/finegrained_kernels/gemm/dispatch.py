@@ -12,11 +12,11 @@ from ..csf.decode import decompress_nvfp4_csf_scales
 from ..csf.scales import NVFP4CSFScales
 from ..device import cdiv, next_power_of_2, num_sms, on_device
 from ..launching import bind
-from .act_quant import expanded_operands, quantize_rows, quantized_operands
-from .arguments import Gemm, fault
-from .configs import Config, choose_config, comes_whole, reads_compressed, scaled_tile, strip_cols
-from .portable_gemm import portable_gemm_kernel
-from .reference import GROUP
+from ..nvfp4.quantize_triton import expanded_operands, quantize_rows, quantized_operands
+from ..nvfp4.reference import GROUP
+from .config import Config, choose_config, comes_whole, reads_compressed, scaled_tile, strip_cols
+from .kernels.portable import portable_gemm_kernel
+from .problem import Gemm, fault
 
 ALIGNMENT = 16
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -190,8 +190,8 @@ def dense_scales(gemm: Gemm) -> torch.Tensor:
 
 def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments: tuple, constants: dict):
     """Launch on tensor cores. With a `config` of the caller's, a tuner's, returns the compiled kernel."""
-    from .mma_gemm import nvfp4_gemm_kernel  # Gluon exists for NVIDIA builds of Triton
-    from .wgmma_gemm import nvfp4_wgmma_kernel, permute_tokens
+    from .kernels.mma import nvfp4_gemm_kernel  # Gluon exists for NVIDIA builds of Triton
+    from .kernels.sm90_wgmma import nvfp4_wgmma_kernel, permute_tokens
 
     is_tuning = config is not None
     if config is None:
@@ -236,7 +236,7 @@ def max_row_tiles(gemm: Gemm, block_t: int) -> int:
 
 
 def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
-    from .scaled_gemm import scaled_gemm_kernel
+    from .kernels.sm100_scaled import scaled_gemm_kernel
 
     packed, scales, x_global, gather_idx = packed_activations(gemm)
     arguments, constants = kernel_arguments(gemm, packed, x_global, gather_idx, outputs)

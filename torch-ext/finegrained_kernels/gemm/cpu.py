@@ -12,10 +12,10 @@ import torch
 
 from ..csf.decode import decode_planes
 from ..csf.scales import NVFP4CSFScales
-from ..layouts import unswizzle_mx_scales
-from .arguments import Gemm
-from .quantize import global_from_amax, quantize_groups
-from .reference import GROUP, e2m1_values, unpack_e2m1
+from ..nvfp4.quantize import global_from_amax, quantize_groups
+from ..nvfp4.reference import GROUP, e2m1_values, unpack_e2m1
+from ..swizzle import unswizzle_mx_scales
+from .problem import Gemm
 
 
 @torch.no_grad()  # as on a GPU

@@ -1,6 +1,6 @@
 """The GEMM in plain Triton: AMD and Intel GPUs, NVIDIA before sm_89, and shapes the tensor-core kernel does not take.
 
-The same tiles, routing and sums as mma_gemm.py, with codes and scales expanded by integer and float operations that
+The same tiles, routing and sums as mma.py, with codes and scales expanded by integer and float operations that
 every backend and the interpreter have. Weights and scales of a tile are read once.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounding import e2m1_from_value, e4m3_to_float, gated_product, scale_from_amax
+from ...nvfp4.rounding import e2m1_from_value, e4m3_to_float, gated_product, scale_from_amax
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def locate(
 
 @triton.jit
 def scale_offsets(rows, cols, C: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Offset of a scale byte in its plane (layouts.py for the swizzled form)."""
+    """Offset of a scale byte in its plane (swizzle.py for the swizzled form)."""
     if SWIZZLED:
         return (rows // 128 * ((C + 3) // 4) + cols // 4) * 512 + rows % 32 * 16 + rows % 128 // 32 * 4 + cols % 4
     else:

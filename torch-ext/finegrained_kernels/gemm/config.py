@@ -1,4 +1,4 @@
-"""Tile choice: a pure function of shapes and device, from shipped tables (configs/*.json) and one default rule."""
+"""Tile choice: a pure function of shapes and device, from shipped tables (tables/*.json) and one default rule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_STRIP_BYTES = 48 << 10
 class Config:
     """Tile of one program: `block_n` weight rows by `block_t` routed rows, `block_k` deep a step.
 
-    `warpgroup`: Hopper's warpgroup products (wgmma_gemm.py), for many rows an expert; else mma_gemm.py.
+    `warpgroup`: Hopper's warpgroup products (sm90_wgmma.py), for many rows an expert; else mma.py.
     `max_registers`: of a thread, so that `programs_per_sm` programs fit; None leaves it to the compiler.
     `max_cols`: of compressed scales decoded at a time, for the same.
     `chunks_at_once`: steps whose copies are asked for together; `num_stages` are a multiple of it.
@@ -41,7 +41,7 @@ class Config:
 def load_table(device_name: str) -> dict[tuple[int, int, bool], list[tuple[float, Config]]]:
     """(N weight rows, K, whether scales are compressed) -> [(rows an expert, config)], ascending; empty for devices
     without a shipped table."""
-    path = Path(__file__).parent / "configs" / f"{device_name.lower().replace(' ', '_')}.json"
+    path = Path(__file__).parent / "tables" / f"{device_name.lower().replace(' ', '_')}.json"
     if not path.exists():
         return {}
     table: dict[tuple[int, int, bool], list[tuple[float, Config]]] = {}
@@ -66,7 +66,7 @@ def strip_stride(cols: int, groups: int) -> int:
 
 
 def strip_bytes(config: Config, depth: int) -> int:
-    """Shared memory of a tile's decoded scales (csf_strip.py)."""
+    """Shared memory of a tile's decoded scales (scale_strip.py)."""
     return whole(config.block_n * strip_stride(strip_cols(config, depth), config.block_k // 16), config.warpgroup)
 
 
@@ -91,7 +91,7 @@ def reads_compressed_on(device: torch.device, depth: int) -> bool:
 
 
 LEAST_BYTES = 99 << 10
-"""Shared memory that a program may have on every GPU that mma_gemm.py runs on."""
+"""Shared memory that a program may have on every GPU that mma.py runs on."""
 
 
 def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:

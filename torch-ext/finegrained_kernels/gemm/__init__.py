@@ -1,0 +1,1 @@
+"""Multiplication by NVFP4 weights: the calls, their checks, the choice of kernel and tile, and the kernels."""
