@@ -16,7 +16,6 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 from measured import (
     GEMMS,
@@ -28,8 +27,6 @@ from measured import (
     dense_bytes,
     has,
     layer_cases,
-    layer_us,
-    layers_of,
     num_exceptions,
     resident_bytes,
     stack_cases,
@@ -55,13 +52,10 @@ STYLE = {
 }
 METADATA = {"Date": None, "Creator": None}
 DENSE, STAGED, FUSED, ROOF, OTHER = "#666666", "#d95f02", "#1b9e77", "#222222", "#7570b3"
-WARM, COLD = "#b5403a", "#2b6ca3"
 STRATEGIES = {"dense": DENSE, "staged": STAGED, "prefetched": OTHER, "fused": FUSED}
 MARKERS = {"dense": "o", "staged": "s", "prefetched": "^", "fused": "D"}
 LINES = {"warm": "--", "cold": "-"}
 MODEL_LAYERS = {"qwen": 48}
-STAGING_OVERHEAD = (1.09, 1.32)
-"""Published: a staging implementation of this format adds 9 to 32 % to the dense GEMM, on a B200."""
 
 
 def axes(title: str, columns: int = 1, height: float = 3.2, **options: object) -> tuple[Figure, list[Axes]]:
@@ -115,10 +109,10 @@ def stored_scales(results: Path) -> Figure:
     rate, share = real["csf_exceptions"] / 4 / real["dense"], real["csf"] / real["dense"]
     right.plot([rate], [share], "*", color=ROOF, markersize=10, label="all-MiniLM-L6-v2")
     right.axhline(1, color=DENSE, linewidth=1)
-    right.set(xlabel="exceptions, of all scales", ylabel="CSF bytes, of dense bytes", ylim=(0.4, 1.05))
+    right.set(xlabel="exceptions, of all scales", ylabel="CSF bytes, of dense bytes", ylim=(0, 1.05))
     right.xaxis.set_major_formatter(PercentFormatter(1, 0))
     right.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    right.legend(loc="upper left", bbox_to_anchor=(0, 0.93), fontsize=8)
+    right.legend(loc="lower right", fontsize=8)
     return figure
 
 
@@ -128,7 +122,7 @@ def scale_memory(results: Path) -> Figure:
     dense = sum(map(dense_bytes, LAYER)) / 1e9
     compressed = sum(resident_bytes(table.one(case=case, variant="full", condition="warm")) for case in LAYER) / 1e9
     layers = list(range(0, 65, 8))
-    figure, (axis,) = axes("Memory that scales take, layers of 512 experts, gate and up 640 x 160, down 2560 x 40")
+    figure, (axis,) = axes("Memory that scales take (computed from the stacks' sizes): layers of 512 experts")
     axis.plot(layers, [n * dense for n in layers], color=DENSE, label="dense, or decoded at load")
     staged = [n * compressed + dense for n in layers]
     axis.plot(layers, staged, color=STAGED, label="staged: compressed, and one layer's workspace")
@@ -138,24 +132,6 @@ def scale_memory(results: Path) -> Figure:
         axis.annotate(f"{end:.2f} GB", (layers[-1], end), color=color, xytext=(4, shift), textcoords="offset points")
     axis.set(xlabel="resident layers", ylabel="memory for scales, GB", xlim=(0, 70), ylim=(0, None), xticks=layers)
     axis.legend(loc="upper left")
-    return figure
-
-
-def decode_roof(results: Path) -> Figure:
-    table = Table("csf_decode", results)
-    figure, (axis,) = axes(f"Decoding whole stacks, of the speed of a copy of as many bytes ({measured_on(table)})")
-    for shift, condition, color in ((-0.2, "warm", WARM), (0.2, "cold", COLD)):
-        for i, case in enumerate(STACKS):
-            row = table.one(case=case, variant="full", condition=condition)
-            spread = [[(row.roof_us / row.us) - (row.roof_us / row.us_p80)], [(row.roof_us / row.us_p20) - row.of_roof]]
-            axis.bar(i + shift, row.of_roof, 0.36, color=color, label=condition if i == 0 else None, yerr=spread,
-                     error_kw={"linewidth": 1})  # fmt: skip
-            axis.annotate(f"{row.us:.1f} us", (i + shift, 0.03), ha="center", color="white", fontsize=8)
-    axis.axhline(1, color=ROOF, linewidth=1)
-    axis.set_xticks(range(len(STACKS)), map(stack_name, STACKS))
-    axis.set(ylabel="of the roof, median\n(bars: 20th to 80th percentile)", ylim=(0, 1.15))
-    axis.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    axis.legend(ncols=2, loc="upper right")
     return figure
 
 
@@ -182,44 +158,6 @@ def sparse_routing(results: Path) -> Figure:
     return figure
 
 
-def bandwidth_roofline(results: Path) -> Figure:
-    """What is bound by memory: the bytes that each call moved a second, over their number, and the roofs of its run.
-
-    Decoding of whole stacks, and of active experts where the launch knows how many; GEMMs of up to 64 tokens.
-    """
-    figure, (speed, share) = axes("Decoding, and GEMMs of up to 64 tokens, under the roof of their run; cold", 2, 3.8)
-    for name, label, roof, color in (
-        ("csf_decode", "decoding", "copy", FUSED), ("nvfp4_gemm", "GEMM", "read-only sweep", STAGED)
-    ):  # fmt: skip
-        if not has(name, results):
-            continue
-        table = Table(name, results)
-        rows = [row for row in table.select(condition="cold") if row.bytes and is_bound_by_memory(row)]
-        rows.sort(key=lambda row: row.bytes)
-        moved = [row.bytes for row in rows]
-        speed.plot(moved, [row.bytes / (row.roof_us or 0) / 1e6 for row in rows], "--", color=color, linewidth=1,
-                   label=f"roof: {roof}")  # fmt: skip
-        for axis, values in ((speed, [row.bytes / row.us / 1e6 for row in rows]), (share, [r.of_roof for r in rows])):
-            axis.plot(moved, values, MARKERS["fused" if roof == "copy" else "staged"], markersize=4, color=color,
-                      label=f"{label} ({measured_on(table)})")  # fmt: skip
-    for axis in (speed, share):
-        axis.set(xscale="log", xlabel="bytes moved")
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:g} MB"))
-    speed.set(yscale="log", ylabel="TB/s")
-    speed.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    speed.legend(loc="lower right", fontsize=8)
-    share.axhline(1, color=ROOF, linewidth=1)
-    share.set(ylabel="speed, of the roof", ylim=(0, 1.08))
-    share.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    return figure
-
-
-def is_bound_by_memory(row: Row) -> bool:
-    if row.tokens is None:
-        return row.variant == "full" or row.variant.endswith("_known")
-    return row.tokens <= 64 and row.case in GEMMS and row.variant.startswith("w4a16")
-
-
 def strategy_latency(results: Path) -> Figure:
     """Above what decode and GEMM take together, below what that is of the GEMM on dense scales."""
     table = Table("fused", results)
@@ -238,7 +176,6 @@ def strategy_latency(results: Path) -> Figure:
                 if variant != "dense":
                     relative.plot(tokens, [row.us / dense[row.tokens] for row in rows], **style)
         relative.axhline(1, color=DENSE, linewidth=1)
-        relative.axhspan(*STAGING_OVERHEAD, color=STAGED, alpha=0.14, linewidth=0)
         absolute.set_yscale("log")
         absolute.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         tokens_axis(relative, table.values("tokens", case=case))
@@ -250,37 +187,8 @@ def strategy_latency(results: Path) -> Figure:
         *(Line2D([], [], color=STRATEGIES[v], marker=MARKERS[v], markersize=4, label=v)
           for v in ("dense", "staged", "fused")),
         *(Line2D([], [], color=ROOF, linestyle=line, label=condition) for condition, line in LINES.items()),
-        Patch(color=STAGED, alpha=0.14, label="staging as published, on a B200: 9 to 32 % more"),
     ]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8, columnspacing=1.2)
-    return figure
-
-
-def staging_saved(results: Path) -> Figure:
-    """What a layer's two GEMMs take less when they read compressed scales than when those are staged."""
-    table = Table("fused", results)
-    models = layers_of(table)
-    figure, panels = axes(f"Time that fused saves of staged, a MoE layer ({measured_on(table)})", len(models), 3.2)
-    for axis, (model, tokens) in zip(panels, models.items(), strict=True):
-        for condition, color in (("warm", WARM), ("cold", COLD)):
-            staged, fused = (
-                [layer_us(table, model, variant, count, condition) for count in tokens]
-                for variant in ("staged", "fused")
-            )
-            saved = [before - after for before, after in zip(staged, fused, strict=True)]
-            axis.plot(tokens, saved, "o-", markersize=4, color=color, label=f"its two grouped GEMMs, {condition}")
-        case = f"{model}_layer_w4a16"
-        if has("moe_layer", results) and (rows := Table("moe_layer", results).select(case=case, variant="fused")):
-            layer = Table("moe_layer", results)
-            saved = [layer.one(case=case, variant="staged", tokens=row.tokens).us - row.us for row in rows]
-            axis.plot([row.tokens for row in rows], saved, "D:", markersize=4, color=ROOF, label="whole layer, cold")
-            tokens = sorted({*tokens, *(row.tokens for row in rows)})
-        axis.axhline(0, color=DENSE, linewidth=1)
-        tokens_axis(axis, tokens, (1, 8, 64, 512, 4096, 32768))
-        experts, rows, depth = GEMMS[f"{model}_gate_up"]
-        axis.set_title(f"{model}: {experts} experts, {depth} x {rows // 2}", fontsize=9)
-        axis.set_ylabel("us saved a layer")
-        axis.legend(fontsize=8)
     return figure
 
 
@@ -291,8 +199,8 @@ def layer_time(table: Table, model: str, activations: str) -> Figure:
     figure = Figure(figsize=(WIDTH, 3.5))
     figure.suptitle(f"One MoE layer, {model}, {activations}, cold ({device})", fontsize=11)
     absolute, relative, memory = figure.subplots(1, 3, gridspec_kw={"width_ratios": (1.25, 1.25, 1)})
-    for variant, color in STRATEGIES.items():
-        rows = by_tokens(table.select(case=case, variant=variant))
+    for variant in ("dense", "staged", "fused"):  # prefetched decodes before the call that is timed
+        color, rows = STRATEGIES[variant], by_tokens(table.select(case=case, variant=variant))
         tokens = [row.tokens for row in rows]
         style = {"color": color, "marker": MARKERS[variant], "markersize": 3.5, "label": variant}
         absolute.plot(tokens, [row.us for row in rows], **style)
@@ -364,38 +272,42 @@ def layer_times(results: Path) -> dict[str, Figure]:
 
 
 def model_speed(results: Path) -> Figure:
-    """Tokens a second of a whole model by strategy, over all memory that it has allocated."""
+    """Tokens a second of a whole model by strategy, over those with dense scales, and all that it has allocated."""
     table = Table("model", results)
     cases = table.values("case")
-    figure, panels = axes(f"Speed and memory of a whole model ({measured_on(table)})", len(cases), 3.2)
-    for axis, case in zip(panels, cases, strict=True):
-        rows = {row.variant: row for row in table.select(case=case)}
-        for variant in (name for name in STRATEGIES if name in rows):
-            row = rows[variant]
-            axis.plot(row.allocated_bytes / 1e9, 1e6 * (row.tokens or 0) / row.us, MARKERS[variant], markersize=7,
-                      color=STRATEGIES[variant], label=variant)  # fmt: skip
-        phase, number = case.split("_")
-        axis.set_title(
-            f"{phase},\n" + (f"{int(number):,} tokens" if phase == "prefill" else f"batch of {number}"), fontsize=9
-        )
-        axis.margins(x=0.25)
-        axis.set_ylim(0, 1.15 * max(1e6 * (row.tokens or 0) / row.us for row in rows.values()))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axis.tick_params(labelsize=8)
-    panels[0].set_ylabel("tokens a second")
-    panels[len(panels) // 2].set_xlabel("memory allocated for weights, scales and workspace, GB")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure = Figure(figsize=(WIDTH, 3.2))
+    figure.suptitle(f"Speed and memory of a whole model ({measured_on(table)})", fontsize=11)
+    speed, memory = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 1)})
+    variants = [name for name in STRATEGIES if table.select(variant=name)]
+    width = 0.8 / len(variants)
+    for i, variant in enumerate(variants):
+        places = [place + (i - (len(variants) - 1) / 2) * width for place in range(len(cases))]
+        shares = [1 / table.one(case=case, variant=variant).over_baseline for case in cases]
+        speed.bar(places, shares, 0.92 * width, color=STRATEGIES[variant], label=variant)
+        allocated = table.select(variant=variant)[0].allocated_bytes / 1e9
+        memory.bar(i, allocated, color=STRATEGIES[variant])
+        memory.annotate(f"{allocated:.1f}", (i, allocated), ha="center", va="bottom", fontsize=8)
+    names = [case.split("_") for case in cases]
+    speed.set_xticks(
+        range(len(cases)),
+        [f"{phase}\n{int(n):,} tokens" if phase == "prefill" else f"{phase}\nbatch of {n}" for phase, n in names],
+        fontsize=8,
+    )
+    speed.set(ylabel="tokens a second,\nof those with dense scales", ylim=(0, 1.1))
+    speed.yaxis.set_major_formatter(PercentFormatter(1, 0))
+    memory.set_xticks(range(len(variants)), [v.replace("prefetched", "pre-\nfetched") for v in variants], fontsize=8)
+    memory.set_ylabel("memory allocated, GB")
+    for axis in (speed, memory):
+        axis.grid(axis="x", visible=False)
+    figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
 FIGURES: dict[str, tuple[tuple[str, ...], Callable[[Path], Figure]]] = {
     "stored_scales": (("csf_decode", "stored_scales"), stored_scales),
     "scale_memory": (("csf_decode",), scale_memory),
-    "decode_roof": (("csf_decode",), decode_roof),
     "sparse_routing": (("csf_decode",), sparse_routing),
-    "bandwidth_roofline": (("csf_decode",), bandwidth_roofline),
     "strategy_latency": (("fused",), strategy_latency),
-    "staging_saved": (("fused",), staging_saved),
     "model_speed": (("model",), model_speed),
 }
 """Which files each needs, and what draws it."""

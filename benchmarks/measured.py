@@ -40,9 +40,7 @@ class Row:
     variant: str
     tokens: int | None
     condition: str
-    us_p20: float | None
     us_p50: float | None
-    us_p80: float | None
     bytes: int
     roof_us: float | None
     baseline: str
@@ -102,7 +100,7 @@ def _row(record: dict[str, str]) -> Row:
     return Row(
         device=record["device"].replace("(R)", ""),
         **{name: record[name] for name in ("torch", "triton", "case", "variant", "condition", "baseline")},
-        **{name: number(name) for name in ("us_p20", "us_p50", "us_p80", "roof_us", "baseline_us")},
+        **{name: number(name) for name in ("us_p50", "roof_us", "baseline_us")},
         tokens=int(record["tokens"]) if record["tokens"] else None,
         **{name: int(record.get(name) or 0) for name in ("bytes", "scale_bytes", "allocated_bytes")},
     )

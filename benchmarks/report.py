@@ -1,8 +1,8 @@
-"""Writes the measured part of README.md from `results/*.csv`, so that no number there is typed.
+"""Writes the measured parts of README.md and docs/benchmarks.md from `results/*.csv`, so that no number is typed.
 
     python benchmarks/report.py [--check]
 
-A table appears once its file is there. `--check` writes nothing, and fails if README.md is not what would be written.
+A table appears once its file is there. `--check` writes nothing, and fails if a document is not what would be written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ from measured import (
     stored_bytes,
 )
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- benchmarks/report.py writes from here, out of benchmarks/results -->\n"
 END = "<!-- to here -->\n"
 
 TIMELINE_TOKENS = 8192
-STACK_HEADER = "whole stack decoded | exceptions | warm, us | of the roof | cold, us | of the roof | swizzled, warm"
+SUMMARY_TOKENS = (1, 16, 256, 4096, 32_768)
+LAYER_FIGURE = (
+    "Time and memory of a layer by strategy, over tokens",
+    "Fused, GEMMs read compressed scales: the time of dense ones, in little more than half of their memory. "
+    "Staged, they are decoded first, which costs most where few tokens meet many weights.",
+)
+STACK_HEADER = "planes, rows, columns | exceptions | warm, us | of the roof | cold, us | of the roof | swizzled, warm"
 
 
 def markdown_table(header: str, rows: list[list[str]]) -> str:
@@ -56,8 +62,9 @@ def change(ratio: float) -> str:
     return f"{round(100 * (ratio - 1)):+d} %"  # an int: no "-0"
 
 
-def image(name: str, description: str) -> str:
-    return f"\n![{description}](docs/figures/{name}.svg)\n"
+def image(name: str, shows: str, caption: str, folder: str = "figures") -> str:
+    """A figure, and below it what there is to see."""
+    return f"\n![{shows}]({folder}/{name}.svg)\n\n{paragraph(f'*{caption}*')}"
 
 
 def version(text: str) -> str:
@@ -80,12 +87,21 @@ def sizes() -> str:
     dense = sum(map(dense_bytes, LAYER))
     share, rate = real["csf"] / real["dense"], real["csf_exceptions"] / 4 / real["dense"]
     stored, resident = (sum(map(size, rows)) / 1e6 for size in (stored_bytes, resident_bytes))
-    text = f"""Compressed, the scales of trained weights (all-MiniLM-L6-v2) take {percent(share, 1)} of their bytes;
-        {percent(rate, 2)} of them are exceptions. Those of one layer of {STACKS["qwen_gate"][0]} experts take
-        {dense / 1e6:.0f} MB as they are, {stored:.0f} MB compressed in a file, and {resident:.0f} MB compressed in
-        memory, at the rates of exceptions below."""
-    drawn = image("stored_scales", "Bytes of stored scales, dense and compressed, and over the rate of exceptions")
-    return paragraph(text) + drawn + image("scale_memory", "Memory that scales take, over resident layers")
+    text = f"""Compressed, the scales of a trained model (all-MiniLM-L6-v2) take {percent(share, 1)} of their bytes;
+        {percent(rate, 2)} of them are exceptions, which are stored apart. The scales of one layer of
+        {STACKS["qwen_gate"][0]} experts take {dense / 1e6:.0f} MB as they are, {stored:.0f} MB compressed in a file and
+        {resident:.0f} MB compressed in memory, with as many exceptions as the next table has."""
+    drawn = image(
+        "stored_scales",
+        "Bytes of stored scales, dense and compressed, and over the rate of exceptions",
+        "Left: four stacks as they are stored. Right: what exceptions cost; trained weights have few.",
+    )
+    drawn += image(
+        "scale_memory",
+        "Memory that scales take, over resident layers",
+        "Computed from the sizes above. What lies below the grey line is left for the KV cache.",
+    )
+    return "### Sizes\n\n" + paragraph(text) + drawn
 
 
 def decoding() -> str:
@@ -97,10 +113,9 @@ def decoding() -> str:
         for row in (warm, cold):
             cells += [f"{row.us:.2f}", percent(row.of_roof)]
         rows.append([*cells, percent(table.one(case=case, variant="swizzled", condition="warm").of_roof)])
-    text = f"""One {machine(table)}, CUDA graph replay. The roof is the best vectorized copy of as many bytes in the
-        same run; cold means that L2 held other data. The last column is of the roof, for the form that block-scaled
-        MMA reads. Every row, with versions and commit, is in [benchmarks/results](benchmarks/results)."""
-    return paragraph(text) + "\n" + markdown_table(STACK_HEADER, rows)
+    text = f"""Whole stacks, decoded on one {machine(table)}. The last column is the swizzled form's share of the
+        roof."""
+    return "### Decoding\n\n" + paragraph(text) + "\n" + markdown_table(STACK_HEADER, rows)
 
 
 def routing() -> str:
@@ -114,10 +129,14 @@ def routing() -> str:
         ["us, `max_active` given", *(f"{row.us:.2f}" for row in known)],
         ["us, a copy of their bytes", *(f"{row.roof_us:.2f}" for row in known)],
     ]
-    text = f"""Only where tokens went, {rows} x {cols} planes, warm; `max_active` tells the launch how many planes to
-        expect:"""
+    text = f"""Only the experts that got tokens, planes of {rows} x {cols}, warm. `max_active` tells the launch how many
+        to expect:"""
     table_text = markdown_table(" | ".join([f"active of {planes}", *counts]), lines)
-    drawn = image("sparse_routing", "Time to decode active experts, over their number, beside a copy of as many bytes")
+    drawn = image(
+        "sparse_routing",
+        "Time to decode active experts, over their number, beside a copy of as many bytes",
+        "Time follows the experts that are decoded, not those that there are.",
+    )
     return paragraph(text) + "\n" + table_text + drawn
 
 
@@ -127,10 +146,10 @@ def encoding() -> str:
         gpu.one(case="qwen_layer", variant=name).us for name in ("compress", "compress_wall", "prepare_wall")
     )
     decode, encode = cpu.one(variant="full"), cpu.one(variant="compress")
-    return paragraph(
+    return "### Compressing\n\n" + paragraph(
         f"""Compressing {sum(map(dense_bytes, LAYER)) / 1e6:.0f} MB of scales, {len(LAYER)} stacks, takes the GPU
-        {compress:.0f} us; by the clock the calls take {wall:.0f} us, as each waits for the count of exceptions.
-        Preparing them takes {prepare:.0f} us by the clock. An eager call of `decompress_nvfp4_csf_scales` costs the
+        {compress:.0f} us. The calls take {wall:.0f} us by the clock, since each waits for its number of exceptions;
+        preparing the result takes another {prepare:.0f} us. An eager call of `decompress_nvfp4_csf_scales` takes the
         CPU {gpu.one(variant="eager_call").us:.0f} us. On {decode.device} the first stack decodes in
         {decode.us / 1e3:.1f} ms, {1 / decode.over_baseline:.1f} times as fast as the formula written in torch, and
         compresses in {encode.us / 1e3:.0f} ms."""
@@ -141,9 +160,9 @@ def checkpoints() -> str:
     cpu, gpu = Table("checkpoints"), Table("checkpoints_h200")
     two, four = (t.one(case="checkpoint", variant=f"compress_hf_jobs_{n}") for t, n in ((cpu, 2), (gpu, 4)))
     return paragraph(
-        f"""Compressing a checkpoint of {two.bytes / 1e9:.0f} GB takes {two.us / 1e6:.2f} s on {two.device},
-        {two.over_baseline:.2f} times as long as copying and hashing it; with {four.device}, one process compresses
-        {four.bytes / 1e9:.0f} GB from memory in {four.us / 1e6:.2f} s."""
+        f"""A checkpoint of {two.bytes / 1e9:.0f} GB is compressed in {two.us / 1e6:.2f} s on {two.device},
+        {two.over_baseline:.2f} times as long as copying and hashing it takes; with {four.device}, one process
+        compresses {four.bytes / 1e9:.0f} GB from memory in {four.us / 1e6:.2f} s."""
     )
 
 
@@ -170,15 +189,16 @@ def gemms() -> str:
         ours = (calls.get(variant) for variant in ("w4a16", "w4a4"))
         cells = (f"{call.us:,.1f} ({others.us / call.us:.2f} x)" if call else "" for call in ours)
         many.append([name, f"{row.tokens:,}", f"{others.us:,.1f}", *cells])
-    text = f"""GEMMs on dense scales, cold ({machine(table)}). Few tokens, top 8, bf16 activations: us, and in
-        parentheses the speed, of the roof, a read-only sweep of weights and scales."""
+    text = f"""GEMMs on dense scales, cold ({machine(table)}). First few tokens, with bf16 activations, in us, and in
+        parentheses the share of the roof, which here is reading weights and scales once."""
     counts = sorted({tokens for cells in few.values() for tokens in cells})
     header = " | ".join(["weights", *(f"{tokens} token{'s' * (tokens > 1)}" for tokens in counts)])
     rows = [[name, *(cells.get(tokens, "") for tokens in counts)] for name, cells in few.items()]
-    parts = [paragraph(text), markdown_table(header, rows)] if rows else []
+    parts = ["### GEMMs\n", paragraph(text), markdown_table(header, rows)] if rows else []
     if many:
-        text = """Many tokens, and a single weight (`matmul_2d`), beside torch's bf16 GEMMs, and how many times as fast
-            as these. Torch's grouped GEMM gets its rows gathered, and leaves the gate to others."""
+        text = """Then many tokens, and a single weight (`matmul_2d`), beside torch's bf16 GEMMs; in parentheses how
+            many times as fast as those. Torch's grouped GEMM is given rows that are gathered already, and computes no
+            gate."""
         header = "weights | tokens | torch, bf16, us | W4A16, us | W4A4, us"
         parts += [paragraph(text), markdown_table(header, many)]
     return "\n".join(parts)
@@ -197,11 +217,14 @@ def strategies() -> str:
             cells = [f"{experts} experts, {depth} x {width // 2}", f"{tokens:,}", f"{dense:,.1f}"]
             cells += [f"{us:,.1f} ({change(us / dense)})" for us in (staged, fused)]
             rows.append([*cells, f"{staged - fused:,.1f}"])
-    text = f"""The grouped GEMMs of a layer alone, gate with up and down, and what decoding adds to them, cold
+    text = f"""The two grouped GEMMs of a layer alone, gate with up, then down, and what decoding adds to them, cold
         ({machine(table)}):"""
-    header = "layer | tokens | dense scales, us | staged, us | fused, us | fused saves of staged, us"
-    drawn = image("strategy_latency", "Decode and GEMM by strategy, warm and cold, beside what staging costs elsewhere")
-    drawn += image("staging_saved", "Time a layer that fused saves of staged, over tokens")
+    header = "layer | tokens | dense scales, us | staged, us | fused, us | fused is faster than staged by, us"
+    drawn = image(
+        "strategy_latency",
+        "Decoding and GEMM by strategy, warm and cold, and the same over dense scales",
+        "Below: staged costs most where few tokens meet many weights; fused stays at the line of dense scales.",
+    )
     return paragraph(text) + "\n" + markdown_table(header, rows) + drawn
 
 
@@ -215,12 +238,12 @@ def moe_layer() -> str:
         dense, *others = (table.one(case=case, tokens=tokens, variant=name, condition="cold").us for name in variants)
         cells = (f"{us:,.0f} ({change(us / dense)})" for us in others)
         rows.append([f"{tokens:,}", f"{dense:,.0f}", *cells])
-    text = f"""A whole MoE layer, cold: 512 experts, hidden size 2560, intermediate size 640, top 8, bf16 activations
-        ({machine(table)}). Staged decodes in the call; fused multiplies compressed scales, and needs no scratch."""
+    text = f"""A whole layer of experts, routing to weighted sum, cold, qwen's shape with bf16 activations
+        ({machine(table)}):"""
     header = "tokens | dense scales, us | compressed, staged, us | compressed, fused, us"
-    written = paragraph(text) + "\n" + markdown_table(header, rows)
+    written = "### Layers of experts\n\n" + paragraph(text) + "\n" + markdown_table(header, rows)
     for model, kind in layer_cases(table):
-        written += image(f"moe_layer_{model}_{kind}", "Time and memory of a layer by strategy, over tokens")
+        written += image(f"moe_layer_{model}_{kind}", *LAYER_FIGURE)
     for model, layers, kind in stack_cases(table):
         cases = [f"{model}_{phase}_{layers}_{kind}" for phase in ("prefill", "decode")]
         added = []
@@ -231,14 +254,18 @@ def moe_layer() -> str:
             name: table.one(case=cases[0], variant=f"timeline_{name}", tokens=TIMELINE_TOKENS).us
             for name in ("expansion", "exposed", "attention_loss")
         }
-        text = f"""In a stack of {layers} such layers with attention before each, warm, prefill and decode, over dense
-            scales: {", ".join(added)}. Prefetched decodes every expert on a side stream, while attention runs, which
-            decode is too short for: left to itself, `moe_forward` does not. On the GPU's timeline of
-            {TIMELINE_TOKENS:,} tokens, the layers wait for {timeline["exposed"]:.0f} of the
-            {timeline["expansion"]:.0f} us that decoding takes alone; attention beside it takes
-            {timeline["attention_loss"]:.0f} us longer."""
+        text = f"""{layers} such layers, each with attention before it, warm, take this much longer than with dense
+            scales, over prefill and decode: {", ".join(added)}. Prefetched decodes all experts on a side stream while
+            attention runs. A decode step is too short for that, so `moe_forward` does not choose it there by itself.
+            With {TIMELINE_TOKENS:,} tokens, decoding alone takes {timeline["expansion"]:.0f} us; beside attention, the
+            layers wait for {timeline["exposed"]:.0f} us of it, but attention takes {timeline["attention_loss"]:.0f} us
+            longer."""
         written += "\n" + paragraph(text)
-        written += image(f"moe_stack_{model}_{kind}", "Time of layers with attention by strategy, over tokens")
+        written += image(
+            f"moe_stack_{model}_{kind}",
+            "Time of layers with attention by strategy, over tokens",
+            "Prefetching pays where attention is long; elsewhere reading compressed scales in the GEMM is best.",
+        )
     return written
 
 
@@ -257,11 +284,33 @@ def model() -> str:
     rows.append(["scales, GB", *(f"{row.scale_bytes / 1e9:.2f}" for row in of_each)])
     rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
     layers = round(of_each[0].scale_bytes / sum(map(dense_bytes, LAYER)))
-    text = f"""A whole model in transformers, tokens a second: {layers} layers of 512 experts of the same sizes, top 10,
-        with full attention and random weights ({machine(table)}). Eager calls of few tokens are bound by the CPU that
-        launches them."""
-    drawn = image("model_speed", "Tokens a second of a model by strategy, over its memory")
-    return paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
+    text = f"""A whole model in transformers, in tokens a second: {layers} layers of 512 experts of the same sizes, 10
+        for each token, with full attention and random weights ({machine(table)})."""
+    drawn = image(
+        "model_speed",
+        "Tokens a second of a model by strategy, and its memory",
+        "The same speed in less memory. Scales are a ninth of the weights, so the memory of the whole changes little.",
+    )
+    return "### A whole model\n\n" + paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
+
+
+def summary() -> str:
+    """README's measured part: a layer of experts, and the memory of its scales."""
+    table = Table("moe_layer")
+    case, variants = "qwen_layer_w4a16", ("dense", "staged", "fused")
+    rows = []
+    for tokens in SUMMARY_TOKENS:
+        dense, *others = (table.one(case=case, tokens=tokens, variant=name, condition="cold").us for name in variants)
+        rows.append([f"{tokens:,}", f"{dense:,.0f}", *(f"{us:,.0f} ({change(us / dense)})" for us in others)])
+    resident = {row.variant: row.bytes / 1e6 for row in table.select(case="qwen_memory")}
+    dense, compressed, scratch = (resident[name] for name in ("scales_dense", "scales_compressed", "scratch"))
+    memory = (f"{dense:.0f}", f"{compressed:.0f}, and {scratch:.0f} once for all layers", f"{compressed:.0f}")
+    rows.append(["scales of a layer, MB", *memory])
+    text = f"""A layer of 512 experts (hidden size 2560, intermediate size 640, top 8, bf16 activations) on one
+        {machine(table)}: microseconds a call with nothing of it in the GPU's L2 cache."""
+    header = "tokens | dense scales | compressed, decoded before the GEMMs | compressed, read by the GEMMs"
+    drawn = image("moe_layer_qwen_w4a16", *LAYER_FIGURE, folder="docs/figures")
+    return paragraph(text) + "\n" + markdown_table(header, rows) + drawn
 
 
 SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
@@ -278,30 +327,38 @@ SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
 """Which files each part needs, and what writes it."""
 
 
-def measured_part() -> str:
+def all_parts() -> str:
+    """The measured part of docs/benchmarks.md."""
     return "\n".join(write() for files, write in SECTIONS if all(map(has, files)))
 
 
-def with_measured_part(readme: str) -> str:
-    before, begin, rest = readme.partition(BEGIN)
+DOCUMENTS: dict[str, Callable[[], str]] = {"README.md": summary, "docs/benchmarks.md": all_parts}
+"""Documents with a measured part, and what writes it."""
+
+
+def with_measured_part(name: str, text: str) -> str:
+    """`text`, the document `name` of `DOCUMENTS`, with its measured part written anew."""
+    before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise SystemExit(f"{README.name} lacks a line {(begin and END) or BEGIN!r}")
-    return f"{before}{BEGIN}\n{measured_part()}\n{END}{after}"
+        raise SystemExit(f"{name} lacks a line {(begin and END) or BEGIN!r}")
+    return f"{before}{BEGIN}\n{DOCUMENTS[name]()}\n{END}{after}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only compare")
     check = parser.parse_args().check
-    before = README.read_text()
-    after = with_measured_part(before)
-    if check and before != after:
-        print("README.md: its measured part is not what benchmarks/results gives: python benchmarks/report.py")
-        return 1
-    if not check:
-        README.write_text(after)
-    return 0
+    stale = []
+    for name in DOCUMENTS:
+        before = (ROOT / name).read_text()
+        after = with_measured_part(name, before)
+        stale += [name] if before != after else []
+        if not check:
+            (ROOT / name).write_text(after)
+    if check and stale:
+        print(f"{', '.join(stale)}: not what benchmarks/results gives: python benchmarks/report.py")
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":
