@@ -2,4 +2,5 @@
 
 from finegrained_kernels.cli import app
 
-app(prog_name="finegrained-kernels")
+if __name__ == "__main__":
+    app(prog_name="finegrained-kernels")
