@@ -181,8 +181,24 @@ def test_checkpoints_document(bundle_dir, tmp_path):
     assert shapes == f"({EXPERTS}, 32, 8) ({EXPERTS}, 2)"
 
 
+def test_tutorial(bundle_dir, tmp_path):
+    """Its blocks in their order; what it shows of a plane is what its code prints."""
+    pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    reader = Reader(tmp_path, bundle_dir)
+    printed = []
+    for language, body in FENCE.findall(text):
+        if language in SHELL:
+            printed += [reader.run("bash", "-c", line) for line in body.splitlines()]
+        elif language in PYTHON:
+            printed.append(reader.run("python", "-c", for_this_machine(body)))
+    (shown,) = (body for language, body in FENCE.findall(text) if language == "text")
+    assert all(line in map(str.rstrip, "".join(printed).splitlines()) for line in shown.splitlines()), printed
+    assert "all generate the same tokens" in "".join(printed)
+
+
 def test_commands_are_run_by_some_test():
-    tested = {"README.md", "docs/checkpoints.md"}
+    tested = {"README.md", "docs/checkpoints.md", "docs/tutorial.md"}
     assert {document for document, line in commands() if not line.startswith(("make ", "pip "))} <= tested
     assert {document for document in DOCUMENTS if blocks(document, PYTHON)} <= tested | {
         "CARD.md",

@@ -1,0 +1,94 @@
+"""A small random language model to try things on: a mixture of experts in bfloat16, with a tokenizer for plain bytes.
+
+python -m finegrained_kernels.tiny_model DIR
+
+What it generates is nonsense. Its weights have what matters here of trained ones: rows of different magnitude, and now
+and then a group far above its row, which becomes an exception.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+CONFIG = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 512,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+OUTLIERS = 0.005
+"""Share of groups of 16 weights that are 64 times their row's magnitude."""
+
+
+def trained_like(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Random weights `[..., N, K]` in float32 whose rows, and a few groups of 16 along K, differ in magnitude."""
+    weight = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+    rows = torch.randn((*shape[:-1], 1), generator=generator).mul(0.5).exp()
+    groups = torch.rand((*shape[:-1], shape[-1] // 16), generator=generator) < OUTLIERS
+    return weight * rows * torch.where(groups.repeat_interleave(16, dim=-1), 64.0, 1.0)
+
+
+def write(directory: str | Path, seed: int = 0) -> None:
+    """Write the model (about 30 MB) to `directory`, as `save_pretrained` does. The same seed gives the same weights.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **CONFIG), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                values = trained_like(parameter.shape, generator)
+                parameter.copy_(values * parameter.shape[-1] ** 0.5 if "embed" in name else values)
+    model.save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()).save_pretrained(directory)
+
+
+def byte_tokenizer():  # type: ignore[no-untyped-def]  # of the tokenizers package, which only this needs
+    """A token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="finegrained_kernels.tiny_model", description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where to write it: new or empty")
+    directory = parser.parse_args().directory
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        print(f"error: {directory}: expected a new or empty directory", file=sys.stderr)
+        return 1
+    try:
+        write(directory)
+    except ImportError as error:
+        print(f"error: {error}; pip install transformers accelerate", file=sys.stderr)
+        return 1
+    print(f"{directory}: {sum(path.stat().st_size for path in directory.iterdir()) / 1e6:.0f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
