@@ -223,7 +223,7 @@ def add_row(results: harness.Results, case: str, variant: str, timing: harness.T
 @contextlib.contextmanager
 def batched_up_to(bundle: ModuleType, rows: int | None) -> Iterator[None]:
     """Another limit of batched calls meanwhile, None for the bundle's own; a graph keeps what its capture saw."""
-    moe = importlib.import_module(f"{bundle.__name__}.moe")
+    moe = importlib.import_module(f"{bundle.__name__}.moe.layer")
     rule = moe.BATCHED_MAX_ROWS
     moe.BATCHED_MAX_ROWS = rule if rows is None else rows
     try:

@@ -75,7 +75,7 @@ class LayerMarks:
 @contextlib.contextmanager
 def noted_expansions(bundle: ModuleType, clock: Clock) -> Iterator[list]:
     """Marks around each expansion that a `ScalePrefetcher` starts meanwhile, on the stream it starts it on."""
-    staging = importlib.import_module(f"{bundle.__name__}.staging")
+    staging = importlib.import_module(f"{bundle.__name__}.moe.prefetch")
     expand, noted = staging.expand_scales, []
 
     def expand_noted(experts) -> bool:

@@ -76,7 +76,7 @@ def uniform_routing(bundle: ModuleType, tokens: int, experts: int):
     """(expert_start, gather_idx, scatter_idx, active experts) of tokens that each choose 8 experts."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, experts, generator=generator).topk(TOP_K).indices.int().cuda()
-    scheduling = part(bundle, "routing").compute_grouped_scheduling(ids, experts, TOP_K)
+    scheduling = part(bundle, "moe.routing").compute_grouped_scheduling(ids, experts, TOP_K)
     return *scheduling, len(ids.unique())
 
 

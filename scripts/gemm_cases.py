@@ -86,7 +86,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     dispatch, configs = modules["dispatch"], modules["config"]
     check_gemm = modules["problem"].check_gemm
     quant = importlib.import_module(f"{bundle.__name__}.nvfp4.quantize_triton")
-    reduce = importlib.import_module(f"{bundle.__name__}.reduce")
+    reduce = importlib.import_module(f"{bundle.__name__}.moe.reduction_triton")
     cases: list[Case] = []
 
     def add(name: str, archs: tuple[str, ...], run: Callable[[], Any]) -> None:

@@ -197,7 +197,7 @@ FAULTS = [
     ),
     Fault(
         "stale workspace",
-        "torch-ext/finegrained_kernels/moe.py",
+        "torch-ext/finegrained_kernels/moe/layer.py",
         "        if expand:\n",
         "        if expand and workspace is None:\n",
         ("tests/moe/test_moe.py", "-k", "test_only_routed_experts_are_decoded and cpu"),

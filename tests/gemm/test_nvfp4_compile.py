@@ -39,7 +39,7 @@ sys.path.insert(0, {tests!r})
 bundle = get_local_kernel(Path({variant!r}))
 part = lambda name: importlib.import_module(f"{{bundle.__name__}}.{{name}}")
 part("gemm.api")._run_on_device = part("gemm.dispatch").run_on_gpu
-part("routing")._reduce_on_device = part("reduce").weighted_reduce_on_gpu
+part("moe.reduction")._reduce_on_device = part("moe.reduction_triton").weighted_reduce_on_gpu
 on_cpu = part("nvfp4.quantize")._act_quant_on_device
 """
 

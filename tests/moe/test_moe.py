@@ -188,14 +188,14 @@ def test_whether_expanded_scales_are_used(bundle):
     assert bundle.uses_expanded_scales(dataclasses.replace(staged, scratch=None), 8, "staged") is False
     assert bundle.uses_expanded_scales(dense, 8) is False
     assert bundle.uses_expanded_scales(dense, 8, "staged") is False
-    moe = importlib.import_module(f"{bundle.__name__}.moe")
+    moe = importlib.import_module(f"{bundle.__name__}.moe.layer")
     for num_tokens in (1, 64, 100_000):  # on a CPU, whose GEMMs read compressed scales
         assert bundle.uses_expanded_scales(staged, num_tokens) is (moe.choose_strategy(num_tokens, True) == "staged")
 
 
 def test_the_rules_change_once(bundle):
     """Few tokens fused and many staged; few rows batched and many grouped; the call that the rule names is taken."""
-    moe = importlib.import_module(f"{bundle.__name__}.moe")
+    moe = importlib.import_module(f"{bundle.__name__}.moe.layer")
     most = moe.FUSED_MAX_TOKENS
     assert [moe.choose_strategy(n, True) for n in (1, most, most + 1, 10**6)] == ["fused", "fused", "staged", "staged"]
     assert moe.choose_strategy(1, False) == "staged"

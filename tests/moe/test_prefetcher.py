@@ -117,7 +117,7 @@ def make_layers(addresses: list[int]) -> list[SimpleNamespace]:
 def machine(bundle, monkeypatch):
     """The bundle's staging module on a `Machine`, its layers' work replaced by the accesses that it makes."""
     machine = Machine()
-    staging = importlib.import_module(f"{bundle.__name__}.staging")
+    staging = importlib.import_module(f"{bundle.__name__}.moe.prefetch")
 
     def forward(layer, hidden, *, scales_expanded=False, strategy="staged"):
         if strategy == "staged":

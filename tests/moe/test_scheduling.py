@@ -16,7 +16,7 @@ from kernels import get_local_kernel
 sys.path.insert(0, {tests!r})
 import test_scheduling
 bundle = get_local_kernel(Path({variant!r}))
-part = importlib.import_module(f"{{bundle.__name__}}.scheduling")
+part = importlib.import_module(f"{{bundle.__name__}}.moe.routing_triton")
 for case in test_scheduling.CASES:
     ids, num_experts, top_k = test_scheduling.make_ids(*case)
     assert part.fits(ids.numel(), num_experts)
@@ -72,7 +72,7 @@ def test_kernel_is_the_stable_sort(bundle_dir, run_python):
 
 def test_what_one_launch_takes(bundle):
     pytest.importorskip("triton", reason="needs triton, which the kernel is written in")
-    scheduling = importlib.import_module(f"{bundle.__name__}.scheduling")
+    scheduling = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
     assert scheduling.fits(scheduling.MAX_ROWS, 512) and not scheduling.fits(scheduling.MAX_ROWS + 1, 512)
     assert not scheduling.fits(0, 512)
     assert not scheduling.fits(4096, 1 << 19), "keys beyond int32"
@@ -81,7 +81,7 @@ def test_what_one_launch_takes(bundle):
 def test_the_registered_op(bundle):
     """What compiled code calls: its schema and shapes, on as many rows as torch sorts."""
     pytest.importorskip("triton", reason="needs triton, which the kernel is written in")
-    scheduling = importlib.import_module(f"{bundle.__name__}.scheduling")
+    scheduling = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
     ids, num_experts, top_k = make_ids(scheduling.MAX_ROWS + 1, 1, 9, torch.int64, "sentinels")
     op = importlib.import_module(f"{bundle.__name__}._ops").ops.grouped_scheduling
     torch.library.opcheck(op.default, (ids.view(-1), num_experts, top_k))
@@ -102,7 +102,7 @@ def test_compiles_everywhere_without_spills(bundle, arch, ids):
     pytest.importorskip("triton", reason="needs triton, which the kernel is written in")
     import compile_kernels
 
-    part = importlib.import_module(f"{bundle.__name__}.scheduling")
+    part = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
     pointers = dict.fromkeys(("expert_start_ptr", "gather_ptr", "scatter_ptr"), "*i32") | {"ids_ptr": ids}
     constants = {"BLOCK_I": part.BLOCK_I, "BLOCK_J": part.BLOCK_J}
     case = compile_kernels.codec_case("schedule", part.schedule_kernel, constants, pointers, 4)

@@ -6,10 +6,12 @@ from .csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
 from .csf.encode import compress_nvfp4_csf_scales
 from .csf.scales import NVFP4CSFScales, prepare_nvfp4_csf_scales
 from .gemm.api import matmul_2d, matmul_batched, matmul_grouped
-from .moe import NVFP4Experts, expand_scales, moe_forward, uses_expanded_scales
+from .moe.experts import NVFP4Experts
+from .moe.layer import expand_scales, moe_forward, uses_expanded_scales
+from .moe.prefetch import ScalePrefetcher
+from .moe.reduction import weighted_reduce
+from .moe.routing import compute_grouped_scheduling
 from .nvfp4.quantize import nvfp4_act_quant, nvfp4_quantize_two_level
-from .routing import compute_grouped_scheduling, weighted_reduce
-from .staging import ScalePrefetcher
 from .swizzle import swizzle_mx_scales, unswizzle_mx_scales
 
 __all__ = [

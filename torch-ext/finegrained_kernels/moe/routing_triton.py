@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import cdiv
-from .launching import bind
+from ..device import cdiv
+from ..launching import bind
 
 MAX_ROWS = 4096
 MAX_KEY = 1 << 31

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import cdiv
-from .launching import bind
+from ..device import cdiv
+from ..launching import bind
 
 BLOCK_N = 1024
 
@@ -32,7 +32,7 @@ def weighted_reduce_kernel(
 def weighted_reduce_on_gpu(
     rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """[M, N]; arguments as `routing.weighted_reduce` checked them."""
+    """[M, N]; arguments as `reduction.weighted_reduce` checked them."""
     num_tokens, top_k = top_k_index.shape
     num_cols = rows.shape[1]
     out = rows.new_empty(num_tokens, num_cols)

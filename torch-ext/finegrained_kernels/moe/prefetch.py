@@ -20,8 +20,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .csf.scales import NVFP4CSFScales
-from .moe import NVFP4Experts, expand_scales, moe_forward, uses_expanded_scales
+from ..csf.scales import NVFP4CSFScales
+from .experts import NVFP4Experts
+from .layer import expand_scales, moe_forward, uses_expanded_scales
 
 MAX_SCRATCHES = 2
 
