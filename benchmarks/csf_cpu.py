@@ -1,4 +1,5 @@
-"""On one CPU thread: decoding a stack of scale planes against the plain torch expression of the same formula.
+"""On one CPU thread: decoding a stack of scale planes against the plain torch expression of the same formula. On
+torch's usual threads, in turns with one, beside a process that keeps a core busy: each call against one thread's.
 
     LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/csf_cpu.py
 
@@ -10,11 +11,14 @@ before anything is timed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import os
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -61,6 +65,34 @@ def quantiles_us(call: Callable[[], object], samples: int) -> tuple[float, float
     return tuple(torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist())
 
 
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """Beside a process that takes all it gets of one core."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        time.sleep(0.2)
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def beside_busy_core(call: Callable[[], object], threads: int, samples: int) -> tuple[tuple, float]:
+    """`quantiles_us` on `threads` threads, and the median on one, in turns."""
+    times: dict[int, list[float]] = {1: [], threads: []}
+    with busy_core():
+        for sample in range(samples + 1):
+            for count in times:
+                torch.set_num_threads(count)
+                begin = time.perf_counter()
+                call()
+                if sample:
+                    times[count].append((time.perf_counter() - begin) * 1e6)
+    torch.set_num_threads(1)
+    levels = torch.tensor([0.2, 0.5, 0.8]).double()
+    several, one = (torch.tensor(times[count], dtype=torch.float64).quantile(levels).tolist() for count in (threads, 1))
+    return tuple(several), one[1]
+
+
 def environment() -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -96,7 +128,7 @@ def main() -> None:
     workspace = torch.empty(bundle.csf_workspace_size(scales), dtype=torch.uint8)
 
     counts = torch.tensor([len(words) for words in exceptions])
-    words = torch.cat(exceptions).view(torch.int32)
+    words = torch.cat(list(exceptions)).view(torch.int32)
     plane_starts = torch.arange(num_planes).repeat_interleave(counts) * (num_rows * num_cols)
 
     def decode() -> torch.Tensor:
@@ -139,6 +171,19 @@ def main() -> None:
                 "baseline_us": f"{baseline_us:.1f}" if baseline else "",
             }
         )
+    def prepare() -> object:
+        return bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=num_rows, num_cols=num_cols)
+
+    threads = os.cpu_count() or 2
+    for variant, call, samples in (("full", decode, 20), ("compress", compress, 3), ("prepare", prepare, 20)):
+        (p20, p50, p80), one_us = beside_busy_core(call, threads, samples)
+        print(f"{variant:8} {p50 / 1e3:8.1f} ms on {threads} threads beside a busy core, {one_us / 1e3:.1f} ms on one")
+        row = {"case": "qwen_gate", "variant": variant, "tokens": "", "condition": "busy_core", "roof_us": ""}
+        row |= {"us_p20": f"{p20:.1f}", "us_p50": f"{p50:.1f}", "us_p80": f"{p80:.1f}"}
+        row |= {"bytes": wire_bytes + planes.nbytes, "baseline": "one_thread", "baseline_us": f"{one_us:.1f}"}
+        described = environment()
+        described["device"] = described["device"].replace("1 thread", f"{threads} threads")
+        rows.append(described | row)
     out.parent.mkdir(exist_ok=True)
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -145,7 +145,7 @@ def encoding() -> str:
     compress, wall, prepare = (
         gpu.one(case="qwen_layer", variant=name).us for name in ("compress", "compress_wall", "prepare_wall")
     )
-    decode, encode = cpu.one(variant="full"), cpu.one(variant="compress")
+    decode, encode = (cpu.one(variant=name, condition="warm") for name in ("full", "compress"))
     return "### Compressing\n\n" + paragraph(
         f"""Compressing {sum(map(dense_bytes, LAYER)) / 1e6:.0f} MB of scales, {len(LAYER)} stacks, takes the GPU
         {compress:.0f} us. The calls take {wall:.0f} us by the clock, since each waits for its number of exceptions;

@@ -14,11 +14,12 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..formats import NVFP4_CSF
+from ..one_thread import on_one_thread
 from ..swizzle import swizzle_mx_scales, swizzled_shape
 from .scales import NVFP4CSFScales, tiles_per_plane
 
 _CHUNK_BYTES = 1 << 20
-"""Bytes a thread decodes at a time, so that every pass after the first finds them in cache."""
+"""Bytes decoded at a time by torch, so that every pass after the first finds them in cache."""
 
 
 def csf_workspace_size(scales: NVFP4CSFScales, *, swizzled: bool = False) -> int:
@@ -79,9 +80,11 @@ def decompress_nvfp4_csf_scales(
         raise ValueError(f"max_active must be None or an int that is not negative, got {max_active!r}")
     if expert_start is not None:
         _check_expert_start(expert_start, scales)
-    if workspace is None:
-        new = torch.empty if expert_start is None else torch.zeros
-        workspace = new(size, dtype=torch.uint8, device=scales.device)
+    if workspace is None and expert_start is None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=scales.device)
+    elif workspace is None:
+        with on_one_thread():
+            workspace = torch.zeros(size, dtype=torch.uint8, device=scales.device)
     else:
         _check_workspace(workspace, scales, size)
     tensors = (scales.bases, scales.codes, scales.exceptions, scales.exception_offsets)
@@ -138,7 +141,8 @@ def csf_decode(
     else:
         scales = NVFP4CSFScales(bases, codes, exceptions, exception_offsets)
         out = out.view(-1)[: csf_workspace_size(scales, swizzled=swizzled)]
-        _decode_torch(scales, out, expert_start, swizzled)
+        with on_one_thread():
+            _decode_torch(scales, out, expert_start, swizzled)
 
 
 @functools.lru_cache(maxsize=None)
@@ -159,7 +163,7 @@ def _(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, 
 
 
 def _decode_torch(scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch.Tensor | None, swizzled: bool) -> None:
-    """The same bytes as the kernel, by torch operators, a cache-sized run of planes at a time."""
+    """The same bytes as the kernel, by torch operators on one thread, a cache-sized run of planes at a time."""
     num_planes, num_rows, num_cols = scales.shape
     if expert_start is None:
         runs = [(0, num_planes)]
@@ -167,7 +171,7 @@ def _decode_torch(scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch
         starts = expert_start[: num_planes + 1]
         runs = [(plane, plane + 1) for plane in (starts[1:] > starts[:-1]).nonzero().view(-1).tolist()]
     planes_out = out.view(num_planes, -1)
-    chunk_planes = max(1, _CHUNK_BYTES * torch.get_num_threads() // scales.plane_bytes)
+    chunk_planes = max(1, _CHUNK_BYTES // scales.plane_bytes)
     for begin, end in runs:
         for first in range(begin, end, chunk_planes):
             last = min(first + chunk_planes, end)

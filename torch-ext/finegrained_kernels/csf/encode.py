@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..formats import NVFP4_CSF
+from ..one_thread import on_one_thread
 from .wire import ExceptionList
 
 _CHUNK_BYTES = 1 << 18
@@ -52,7 +53,8 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
         from .encode_triton import encode_gpu as encode
     else:
         encode = encode_torch
-    fixed, words, ends = encode(planes)
+    with on_one_thread():
+        fixed, words, ends = encode(planes)
     return (fixed[0], words) if scales.dim() == 2 else (fixed, ExceptionList(words, ends))
 
 

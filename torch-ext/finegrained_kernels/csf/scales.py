@@ -17,6 +17,7 @@ from torch.utils import _pytree
 
 from .._ops import add_op_namespace_prefix
 from ..formats import NVFP4_CSF
+from ..one_thread import on_one_thread
 from .wire import ExceptionList
 
 TILE_BYTES = 1024
@@ -115,6 +116,7 @@ _pytree.register_pytree_node(
 )
 
 
+@on_one_thread()
 def prepare_nvfp4_csf_scales(
     fixed: torch.Tensor | Sequence[torch.Tensor],
     exceptions: torch.Tensor | Sequence[torch.Tensor],
