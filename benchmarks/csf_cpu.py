@@ -171,6 +171,7 @@ def main() -> None:
                 "baseline_us": f"{baseline_us:.1f}" if baseline else "",
             }
         )
+
     def prepare() -> object:
         return bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=num_rows, num_cols=num_cols)
 
