@@ -75,20 +75,20 @@ class LayerMarks:
 @contextlib.contextmanager
 def noted_expansions(bundle: ModuleType, clock: Clock) -> Iterator[list]:
     """Marks around each expansion that a `ScalePrefetcher` starts meanwhile, on the stream it starts it on."""
-    staging = importlib.import_module(f"{bundle.__name__}.moe.prefetch")
-    expand, noted = staging.expand_scales, []
+    prefetch = importlib.import_module(f"{bundle.__name__}.moe.prefetch")
+    decode, noted = prefetch.decode_scales, []
 
-    def expand_noted(experts) -> bool:
+    def decode_noted(*arguments) -> list[torch.Tensor]:
         begin = clock.mark()
-        done = expand(experts)
+        done = decode(*arguments)
         noted.append((begin, clock.mark()))
         return done
 
-    staging.expand_scales = expand_noted
+    prefetch.decode_scales = decode_noted
     try:
         yield noted
     finally:
-        staging.expand_scales = expand
+        prefetch.decode_scales = decode
 
 
 class Timeline:

@@ -199,8 +199,22 @@ FAULTS = [
         "stale workspace",
         "torch-ext/finegrained_kernels/moe/layer.py",
         "        if expand:\n",
-        "        if expand and workspace is None:\n",
+        "        if expand and memory is None:\n",
         ("tests/moe/test_moe.py", "-k", "test_only_routed_experts_are_decoded and cpu"),
+    ),
+    Fault(
+        "threads in one scratch at once",
+        "torch-ext/finegrained_kernels/moe/scratch.py",
+        "    with scratch.lock:\n",
+        "    with contextlib.nullcontext():\n",
+        ("tests/moe/test_threads.py", "-k", "single_threaded and cpu"),
+    ),
+    Fault(
+        "a stream that does not wait for another's use of the scratch",
+        "torch-ext/finegrained_kernels/moe/scratch.py",
+        "            stream.wait_event(self._end)\n",
+        "            pass\n",
+        ("tests/moe/test_prefetcher.py", "-k", "free_of_races"),
     ),
 ]
 

@@ -104,7 +104,7 @@ class NVFP4ExpertsModule(torch.nn.Module):
 
     def run(self, strategy: str, *call: torch.Tensor) -> torch.Tensor:
         if self.experts is None:
-            self.schedule.prepare()
+            self.schedule.prepare_copy()
         return self.schedule.run(self, strategy, *call)
 
     def set_scales(self, name: str, scales: Any) -> None:

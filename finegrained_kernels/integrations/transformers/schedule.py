@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +29,15 @@ class Schedule:
         self.strategy, self.prefetch = strategy, prefetch
         self.layers: list[NVFP4ExpertsModule] = []
         self._scratch: dict[torch.device, torch.Tensor] = {}
-        self._prefetchers: dict[torch.device, Any] = {}
+        self._prefetchers: dict[torch.device, _Prefetcher] = {}
+        self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what cannot be copied or stored: the bundle, streams, and the workspace."""
-        return {**self.__dict__, "bundle": None, "_scratch": {}, "_prefetchers": {}}
+        """Without what cannot be copied or stored: the bundle, streams, the lock, and the workspace."""
+        return {**self.__dict__, "bundle": None, "_scratch": {}, "_prefetchers": {}, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, bundle=load())
+        self.__dict__.update(state, bundle=load(), _lock=threading.RLock())
 
     def scratch(self, device: torch.device) -> torch.Tensor | None:
         """The workspace on ``device``, for the layer that needs most; None if none is needed."""
@@ -44,27 +46,34 @@ class Schedule:
         self._scratch = {place: scratch for place, scratch in self._scratch.items() if place in used}
         if size and (device not in self._scratch or self._scratch[device].numel() < size):
             self._scratch[device] = torch.empty(size, dtype=torch.uint8, device=device)
-            # A CUDA graph may write memory that is not its own only if that never moves.
-            torch._dynamo.mark_static_address(self._scratch[device])
         return self._scratch.get(device)
 
     def prepare(self) -> None:
         """Make all layers ready to run: together, as it takes all of them to know how large the workspace must be."""
-        for layer in self.layers:
-            layer.prepare()
+        with self._lock:
+            for layer in self.layers:
+                layer.prepare()
+
+    def prepare_copy(self) -> None:
+        """The same for layers that were copied or unpickled, whichever thread is the first to call one."""
+        with self._lock:
+            if any(layer.experts is None for layer in self.layers):
+                self.prepare()
 
     def switch(self, strategy: str, prefetch: bool) -> None:
         """Run all layers another way from now on."""
-        self.changed()
-        self.strategy, self.prefetch = strategy, prefetch
-        self._scratch.clear()
-        self.prepare()
+        with self._lock:
+            self.changed()
+            self.strategy, self.prefetch = strategy, prefetch
+            self._scratch.clear()
+            self.prepare()
 
     def changed(self) -> None:
         """Layers were loaded, moved or switched: whatever was prefetched is not used."""
-        for prefetcher in self._prefetchers.values():
-            prefetcher.discard()
-        self._prefetchers.clear()
+        with self._lock:
+            for prefetcher in self._prefetchers.values():
+                prefetcher.discard()
+            self._prefetchers.clear()
 
     def run(
         self,
@@ -81,11 +90,15 @@ class Schedule:
         # Streams and their order are no part of a compiled graph: there, each layer decodes for itself.
         if not self.prefetch or strategy != "staged" or torch.compiler.is_compiling():
             return self.bundle.moe_forward(layer.experts, hidden_states, *routing, **options)
-        device = hidden_states.device
-        if device not in self._prefetchers:
-            layers = [other for other in self.layers if other.device == device]
-            self._prefetchers[device] = _Prefetcher(self.bundle, layers)
-        return self._prefetchers[device].run(layer, hidden_states, routing, options)
+        prefetcher = self._prefetcher(layer.device)
+        return prefetcher.run(layer, hidden_states, routing, options)
+
+    def _prefetcher(self, device: torch.device) -> _Prefetcher:
+        with self._lock:
+            if device not in self._prefetchers:
+                layers = [layer for layer in self.layers if layer.device == device]
+                self._prefetchers[device] = _Prefetcher(self.bundle, layers)
+            return self._prefetchers[device]
 
 
 class _Prefetcher:
@@ -94,7 +107,6 @@ class _Prefetcher:
     def __init__(self, bundle: ModuleType, layers: list[NVFP4ExpertsModule]) -> None:
         self._prefetcher = bundle.ScalePrefetcher([layer.experts for layer in layers])
         self._positions = {id(layer): i for i, layer in enumerate(layers)}
-        self._expected: int | None = None
 
     def run(
         self,
@@ -104,15 +116,11 @@ class _Prefetcher:
         options: dict[str, Any],
     ) -> torch.Tensor:
         i_layer = self._positions[id(layer)]
-        if self._expected not in (None, i_layer):
-            self.discard()
         out = self._prefetcher.forward(i_layer, hidden_states, *routing, **options)
-        self._expected = None
         # The first layer is not prefetched for the next pass, which may never come, or be on other tokens.
-        if i_layer + 1 < len(self._positions) and self._prefetcher.prefetch(i_layer + 1, len(hidden_states), "staged"):
-            self._expected = i_layer + 1
+        if i_layer + 1 < len(self._positions):
+            self._prefetcher.prefetch(i_layer + 1, len(hidden_states), "staged")
         return out
 
     def discard(self) -> None:
         self._prefetcher.discard()
-        self._expected = None

@@ -4,7 +4,7 @@ Scales that are kept compressed are read by one of two strategies:
 
     "staged"  they are decoded into the experts' scratch before the GEMMs read them: by the call itself, only those of
               experts that have rows, or ahead of it by `expand_scales`, all of them, on whatever stream is current.
-              Layers may share a scratch; the caller orders streams, or lets `ScalePrefetcher` do it.
+              Layers, threads and streams may share a scratch: calls take turns with it (scratch.py).
     "fused"   the GEMMs read them compressed. No scratch is touched, or needed.
 
 Neither the strategy nor dense scales change which GEMMs run or the order of their sums: outputs have the same bits.
@@ -12,18 +12,19 @@ Neither the strategy nor dense scales change which GEMMs run or the order of the
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
-from ..csf.scales import NVFP4CSFScales
 from ..gemm.api import matmul_batched, matmul_grouped
 from ..gemm.config import reads_compressed_on
 from ..nvfp4.reference import GROUP
-from .experts import NVFP4Experts
+from .experts import NVFP4Experts, Scales
 from .reduction import weighted_reduce
 from .routing import INDEX_DTYPES, compute_grouped_scheduling
+from .scratch import decode_scales, decoded_scales, turn
 
 STRATEGIES = ("staged", "fused")
 
@@ -72,10 +73,17 @@ def _strategy_of(experts: NVFP4Experts, num_tokens: int, strategy: str | None) -
     return strategy or choose_strategy(num_tokens, is_read)
 
 
+def _turn(experts: NVFP4Experts, *, staged: bool) -> contextlib.AbstractContextManager:
+    """A turn with the scratch, for calls that use one. Compiled code has no locks and no events: it decodes into memory
+    of its own."""
+    return turn(experts) if staged and not torch.compiler.is_compiling() else contextlib.nullcontext()
+
+
 def expand_scales(experts: NVFP4Experts) -> bool:
     """Decode all compressed scales into the experts' scratch, on the current stream, for `scales_expanded=True`.
 
-    Run it after the previous user of the scratch and before the call that it is for. Returns False, having done
+    Run it after the previous user of the scratch and before the call that it is for, with no call of another thread
+    that uses the scratch in between: `ScalePrefetcher` sees to that, and to streams. Returns False, having done
     nothing, when the scales are dense.
 
     Raises:
@@ -85,7 +93,8 @@ def expand_scales(experts: NVFP4Experts) -> bool:
         return False
     if experts.scratch is None:
         raise ValueError(f"experts.scratch must be a uint8 tensor of {experts.scratch_size} bytes, got None")
-    _staged_scales(experts, expand=True)
+    with _turn(experts, staged=True):
+        decode_scales(experts, experts.scratch)
     return True
 
 
@@ -136,12 +145,6 @@ def moe_forward(
     expert_start = gather_idx = scatter_idx = None
     if expand or not batched:
         expert_start, gather_idx, scatter_idx = compute_grouped_scheduling(top_k_index, experts.num_experts, top_k)
-    gate_up_scales, down_scales = experts.gate_up_scales, experts.down_scales
-    if staged:
-        max_active = min(experts.num_experts, top_k_index.numel())
-        gate_up_scales, down_scales = _staged_scales(
-            experts, expand=expand, expert_start=expert_start, max_active=max_active
-        )
     matmul: Any = matmul_batched if batched else matmul_grouped  # alike but for the routing
     routing: dict[str, torch.Tensor | None]
     if batched:
@@ -152,20 +155,27 @@ def moe_forward(
     else:
         rows, routing = hidden_states, {"expert_start": expert_start}
         gather, scatter = {"gather_idx": gather_idx}, {"scatter_idx": scatter_idx}
-    quantize = activation_format is None and experts.down_input_global is not None
-    inner = matmul(
-        rows, experts.gate_up, None, gate_up_scales, **routing, **gather,
-        activation_format=activation_format, gate=True, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
-        quantize_output=quantize, output_global_scale=experts.down_input_global if quantize else None,
-        a_global_scale=None if activation_format else experts.gate_up_input_global,
-        b_global_scale=experts.gate_up_global,
-    )  # fmt: skip
-    inner, inner_scales = inner if quantize else (inner, None)
-    rows = matmul(
-        inner, experts.down, inner_scales, down_scales, **routing, **scatter,
-        activation_format=activation_format, output_dtype=hidden_states.dtype,
-        a_global_scale=experts.down_input_global if quantize else None, b_global_scale=experts.down_global,
-    )  # fmt: skip
+    with _turn(experts, staged=staged) as memory:
+        scales: Sequence[Scales] = (experts.gate_up_scales, experts.down_scales)
+        if expand:
+            max_active = min(experts.num_experts, top_k_index.numel())
+            scales = decode_scales(experts, memory, expert_start, max_active)
+        elif staged and experts.scratch is not None:
+            scales = decoded_scales(experts, experts.scratch)
+        quantize = activation_format is None and experts.down_input_global is not None
+        inner = matmul(
+            rows, experts.gate_up, None, scales[0], **routing, **gather,
+            activation_format=activation_format, gate=True, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
+            quantize_output=quantize, output_global_scale=experts.down_input_global if quantize else None,
+            a_global_scale=None if activation_format else experts.gate_up_input_global,
+            b_global_scale=experts.gate_up_global,
+        )  # fmt: skip
+        inner, inner_scales = inner if quantize else (inner, None)
+        rows = matmul(
+            inner, experts.down, inner_scales, scales[1], **routing, **scatter,
+            activation_format=activation_format, output_dtype=hidden_states.dtype,
+            a_global_scale=experts.down_input_global if quantize else None, b_global_scale=experts.down_global,
+        )  # fmt: skip
     return weighted_reduce(rows, top_k_index, top_k_weights, experts.num_experts)
 
 
@@ -198,31 +208,3 @@ def _check_call(
             raise ValueError(f"{name} must be on {device} like the experts, got {tensor.device}")
     if activation_format not in (None, "bf16"):
         raise ValueError(f"activation_format must be None or 'bf16', got {activation_format!r}")
-
-
-def _staged_scales(
-    experts: NVFP4Experts,
-    *,
-    expand: bool,
-    expert_start: torch.Tensor | None = None,
-    max_active: int | None = None,
-) -> list[torch.Tensor]:
-    """Both stacks of scales, dense: such as are so already, and compressed ones from the scratch."""
-    dense, offset = [], 0
-    for scales in (experts.gate_up_scales, experts.down_scales):
-        if not isinstance(scales, NVFP4CSFScales):
-            dense.append(scales)
-            continue
-        size = csf_workspace_size(scales)
-        workspace = None if experts.scratch is None else experts.scratch.view(-1)[offset : offset + size]
-        offset += size
-        if expand:
-            dense.append(
-                decompress_nvfp4_csf_scales(
-                    scales, workspace=workspace, expert_start=expert_start, max_active=max_active
-                )
-            )
-        else:
-            assert workspace is not None  # `moe_forward` refuses `scales_expanded` without a scratch
-            dense.append(workspace.view(torch.float8_e4m3fn).view(scales.shape))
-    return dense
