@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import TypeVar
 
 from finegrained_kernels.checkpoint.errors import CheckpointError
@@ -128,14 +128,31 @@ def run_shards(shards: Sequence[Shard], jobs: int, call: Callable[[Shard, Event]
         raise error
 
 
+class _TorchThreads:
+    """How many threads torch had before the first of the contexts of `one_torch_thread` that are open."""
+
+    lock = Lock()
+    open_contexts = 0
+    before = 1
+
+
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Keep torch's operators on the thread that calls them: shards and streams are what runs in parallel here."""
+    """Keep torch's operators on the thread that calls them: shards and streams are what runs in parallel here.
+
+    Contexts of several threads may overlap. torch keeps a number for each thread, and one for threads to come: every
+    context puts back for its own thread, and the last one for those to come, what there was before the first.
+    """
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    with _TorchThreads.lock:
+        if not _TorchThreads.open_contexts:
+            _TorchThreads.before = torch.get_num_threads()
+        _TorchThreads.open_contexts += 1
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _TorchThreads.lock:
+            _TorchThreads.open_contexts -= 1
+            torch.set_num_threads(_TorchThreads.before)
