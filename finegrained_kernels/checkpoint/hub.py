@@ -14,6 +14,7 @@ from finegrained_kernels.checkpoint.headers import Header, TensorInfo, check_ten
 from finegrained_kernels.checkpoint.layouts import (
     CONFIG,
     CONTRACT,
+    HF_QUANT_CONFIG,
     INDEX_SUFFIX,
     MANIFEST,
     Checkpoint,
@@ -37,7 +38,8 @@ def open_hub_checkpoint(repo_id: str, *, revision: str | None = None) -> Checkpo
     try:
         info = api.model_info(repo_id, revision=revision)
         files = {sibling.rfilename for sibling in info.siblings or ()}
-        wanted = {CONFIG, f"metadata/{CONFIG}", MANIFEST, CONTRACT} | {f for f in files if f.endswith(INDEX_SUFFIX)}
+        configs = {f"{folder}{name}" for folder in ("", "metadata/") for name in (CONFIG, HF_QUANT_CONFIG)}
+        wanted = configs | {MANIFEST, CONTRACT} | {f for f in files if f.endswith(INDEX_SUFFIX)}
         root = Path()
         for file in sorted(wanted & files):
             local = Path(hf_hub_download(repo_id, file, revision=info.sha))

@@ -20,14 +20,18 @@ from typing import Any
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, TensorInfo, read_header
 from finegrained_kernels.checkpoint.names import Plane, find_planes, split_expert
+from finegrained_kernels.checkpoint.quantization_config import (
+    CONFIG,
+    HF_QUANT_CONFIG,
+    QuantizationConfig,
+    read_quantization,
+)
 from finegrained_kernels.checkpoint.wire import CODEC
 
 CONTAINER_SCHEMA = "lil-nvfp4-csf-checkpoint/1"
 MANIFEST = "manifest.json"
 CONTRACT = "build-contract.json"
 SUMS = "SHA256SUMS"
-CONFIG = "config.json"
-HF_QUANT_CONFIG = "hf_quant_config.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 HF_LAYOUT = "hf"
 CONTAINER_LAYOUT = "container"
@@ -43,6 +47,7 @@ class Layout:
         listed: the index's, or the container's, shard for each tensor name; None without one.
         shards: paths of the shards, relative to the checkpoint.
         config: contents of config.json, None if there is none.
+        hf_quant_config: contents of hf_quant_config.json, which ModelOpt writes, None if there is none.
     """
 
     kind: str
@@ -50,6 +55,7 @@ class Layout:
     listed: Mapping[str, str] | None
     shards: list[str]
     config: Mapping[str, Any] | None
+    hf_quant_config: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +72,11 @@ class Checkpoint:
     @property
     def config(self) -> Mapping[str, Any] | None:
         return self.layout.config
+
+    @cached_property
+    def quantization(self) -> QuantizationConfig | None:
+        """What its config says about its quantization, None if nothing; raises `CheckpointError` for what is wrong."""
+        return read_quantization(self.layout.config, self.layout.hf_quant_config)
 
     @property
     def metadata_dir(self) -> Path:
@@ -180,17 +191,17 @@ def read_layout(root: Path, files: Collection[str]) -> Layout:
     """What the small JSON files in ``root`` say of a checkpoint that has ``files`` at its top, there or elsewhere."""
     if MANIFEST in files or CONTRACT in files:
         listed, shards = _read_container(root)
-        return Layout(CONTAINER_LAYOUT, None, listed, shards, _read_config(root / "metadata"))
+        return Layout(CONTAINER_LAYOUT, None, listed, shards, *_read_configs(root / "metadata"))
     indices = sorted(name for name in files if "/" not in name and name.endswith(INDEX_SUFFIX))
     if len(indices) > 1:
         raise CheckpointError(f"{root} has several indices: {', '.join(indices)}")
     if indices:
-        return Layout(HF_LAYOUT, indices[0], *_read_index(root, indices[0]), _read_config(root))
+        return Layout(HF_LAYOUT, indices[0], *_read_index(root, indices[0]), *_read_configs(root))
     shards = sorted(name for name in files if "/" not in name and name.endswith(".safetensors"))
     if len(shards) != 1:
         found = ", ".join(shards) or "no safetensors file"
         raise CheckpointError(f"{root} has no index (*{INDEX_SUFFIX}), and not a single shard but {found}")
-    return Layout(HF_LAYOUT, None, None, shards, _read_config(root))
+    return Layout(HF_LAYOUT, None, None, shards, *_read_configs(root))
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -255,6 +266,8 @@ def _read_index(root: Path, index: str) -> tuple[dict[str, str], list[str]]:
     return listed, [check_shard_name(shard, index) for shard in shards.values()]
 
 
-def _read_config(directory: Path) -> dict[str, Any] | None:
-    path = directory / CONFIG
-    return read_json(path, CONFIG) if path.exists() else None
+def _read_configs(directory: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    config, hf_quant_config = (
+        read_json(directory / name, name) if (directory / name).exists() else None for name in (CONFIG, HF_QUANT_CONFIG)
+    )
+    return config, hf_quant_config
