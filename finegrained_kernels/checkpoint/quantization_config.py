@@ -116,6 +116,12 @@ class QuantizationConfig:
     _base: LayerFormat | None
     _not_converted: ModulePatterns
 
+    @property
+    def has_nvfp4(self) -> bool:
+        """Whether it says of any layer that it is NVFP4."""
+        formats = [*self._table.values(), *(group.format for group in self._groups), self._whole]
+        return any(form is not None and form.family == NVFP4 for form in formats)
+
     def layer_format(self, module: str, module_class: str = "Linear") -> LayerFormat | None:
         """The format of a linear layer by its name in the checkpoint; None if it is not quantized.
 

@@ -18,6 +18,7 @@ import transformers
 import finegrained_kernels
 from finegrained_kernels.checkpoint import CheckpointError
 from finegrained_kernels.integrations.transformers import NVFP4CSFConfig, nvfp4_experts, set_scale_strategy
+from finegrained_kernels.integrations.transformers.registration import claim
 from moe_models import ARCHITECTURES, generate, load, reference_model, write_checkpoints, write_compressed_tensors
 
 every_device = pytest.mark.parametrize("device", DEVICES)
@@ -161,15 +162,27 @@ def test_compressed_tensors_layout(checkpoints, tmp_path, strategy):
     assert torch.equal(dense(torch.arange(16).view(1, -1)).logits.float(), logits[0])
 
 
-def test_other_compressed_tensors_configs_stay_transformers_own(monkeypatch):
-    from transformers.quantizers.auto import AutoQuantizationConfig
-    from transformers.utils.quantization_config import CompressedTensorsConfig
+NVFP4_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+FP8_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
 
-    entry = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-    monkeypatch.setattr(CompressedTensorsConfig, "from_dict", lambda given, **_: given)  # it needs a package to be made
-    assert AutoQuantizationConfig.from_dict(entry) is entry
-    ours = AutoQuantizationConfig.from_dict({**entry, "format": "nvfp4-pack-quantized"})
-    assert type(ours) is NVFP4CSFConfig
+
+def test_only_configs_with_nvfp4_are_claimed():
+    """Other checkpoints stay transformers' own, whatever their method is shared with."""
+    entry = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    for said, is_ours in (
+        (entry | {"config_groups": {"group_0": NVFP4_GROUP}}, True),
+        (entry | {"format": "mixed-precision", "config_groups": {"a": FP8_GROUP, "b": NVFP4_GROUP}}, True),
+        (entry | {"format": "float-quantized", "config_groups": {"group_0": FP8_GROUP}}, False),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, False),
+        ({"quant_method": "fp8", "config_groups": {"group_0": NVFP4_GROUP}}, True),
+        ({"quant_method": "gptq", "bits": 4}, False),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, True),
+    ):
+        for places in ({"quantization_config": said}, {"text_config": {"quantization_config": said}}):
+            config = transformers.PreTrainedConfig(**places)
+            claim(config, asked=False)
+            found = getattr(config, "quantization_config", {})
+            assert (found == {"quant_method": "finegrained-kernels", "checkpoint": said}) == is_ours, places
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -307,9 +320,9 @@ def test_options_that_make_no_sense(checkpoints):
     paths = checkpoints("qwen3_moe")
     with pytest.raises(ValueError, match="no compressed scales"):
         set_scale_strategy(load(paths["dense"]), "staged")
-    with pytest.raises(ValueError, match=r"bfloat16 or torch.float16 for NVFP4 experts, got torch.float32"):
+    with pytest.raises(ValueError, match=r"bfloat16 or torch.float16 for NVFP4 layers, got torch.float32"):
         load(paths["csf"], dtype=torch.float32)
     with pytest.raises(CheckpointError, match=r"down_proj.input_scale: missing"):
         load(paths["csf"], activation_format="nvfp4")
-    with pytest.raises(ValueError, match="does require the model to be pre-quantized"):
+    with pytest.raises(CheckpointError, match="no NVFP4 layers in it"):
         load(paths["bf16"])

@@ -71,12 +71,12 @@ def test_layers_that_accelerate_offloads_stay_where_they_are(paths, monkeypatch)
 
 
 def test_no_device_is_refused(paths):
-    with pytest.raises(ValueError, match="NVFP4 experts cannot be loaded on the meta device"):
+    with pytest.raises(ValueError, match="NVFP4 layers cannot be loaded on the meta device"):
         load(paths["csf"], device_map="meta")
 
 
 def test_disk_is_refused(paths, tmp_path):
-    with pytest.raises(ValueError, match="NVFP4 experts cannot be offloaded to disk"):
+    with pytest.raises(ValueError, match="NVFP4 layers cannot be offloaded to disk"):
         load(paths["csf"], device_map={"": "cpu", "lm_head": "disk"}, offload_folder=tmp_path)
 
 

@@ -153,7 +153,11 @@ def test_experts_of_another_size_than_the_config_says(damaged):
         ),
         (
             lambda layers: layers.update({"model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}),
-            r"self_attn.q_proj: quant_algo is 'FP8'",
+            r"self_attn.q_proj: named as FP8, but the checkpoint has no such layer",
+        ),
+        (
+            lambda layers: layers.update({"model.layers.0.self_attn.q_proj": {"quant_algo": "W4A8_AWQ"}}),
+            r"self_attn.q_proj: quant_algo is 'W4A8_AWQ': no format that is supported",
         ),
         (
             lambda layers: layers["model.layers.1.mlp.experts"].update(weight_scale_encoding="zip"),
@@ -215,24 +219,47 @@ def test_sizes_that_the_kernels_do_not_take(bundle, tmp_path, changes, sizes, st
         load(paths["csf"], strategy)
 
 
-def test_other_quantized_layers_are_refused(damaged):
-    def quantize_a_projection(tensors: dict) -> None:
-        name = "model.layers.0.self_attn.o_proj"
-        tensors[f"{name}.weight"] = torch.zeros(128, 64, dtype=torch.uint8)
-        tensors[f"{name}.weight_scale"] = torch.ones(128, 8).to(torch.float8_e4m3fn)
-        tensors[f"{name}.weight_scale_2"] = torch.tensor(1.0)
+UNKNOWN = {
+    "level of the checkpoint": ("router_scale", torch.tensor(3.0)),
+    "level of the model": ("model.amax", torch.tensor(3.0)),
+    "layer": ("model.layers.0.input_quantizer", torch.tensor(3.0)),
+    "block": ("model.layers.0.self_attn.qkv_zero_point", torch.zeros(3, dtype=torch.int32)),
+    "linear layer": ("model.layers.0.self_attn.o_proj.weight_scale", torch.tensor(3.0)),
+    "linear layer, packed": ("model.layers.0.self_attn.o_proj.weight_packed", torch.zeros(128, 16, dtype=torch.int32)),
+    "head": ("lm_head.weight_scale", torch.ones(128, 1)),
+    "experts": ("model.layers.1.mlp.experts.weight_scale_3", torch.tensor(3.0)),
+    "expert": (f"{EXPERT}.input_scale", torch.tensor(3.0)),
+    "projection": (f"{EXPERT}.up_proj.weight_scale_3", torch.tensor(3.0)),
+    "projection, no scale": (f"{EXPERT}.up_proj.rotation", torch.ones(4)),
+    "packed bytes anywhere": ("model.layers.0.self_attn.rotation", torch.zeros(4, dtype=torch.uint8)),
+}
 
-    with pytest.raises(CheckpointError, match=r"self_attn.o_proj.weight: NVFP4, but no expert"):
-        load(damaged(quantize_a_projection))
+
+@pytest.mark.parametrize("level", UNKNOWN)
+def test_no_quantized_tensor_is_ignored(damaged, level):
+    name, tensor = UNKNOWN[level]
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: {name}: unknown"):
+        load(damaged(put(name, tensor)))
+
+
+def test_scales_of_a_quantized_cache_are_said_to_be_left_out(damaged, monkeypatch):
+    from finegrained_kernels.integrations.transformers import quantizer
+
+    said: list[str] = []
+    monkeypatch.setattr(quantizer.logger, "warning_once", said.append)
+    names = [f"model.layers.{i}.self_attn.{n}" for i in (0, 1) for n in ("k_proj.k_scale", "v_proj.v_scale")]
+    root = damaged(lambda tensors: tensors.update({name: torch.tensor(0.5) for name in names}))
+    load(root).save_pretrained(root.parent / "saved")
+    (message,) = said
+    assert message.startswith(
+        "4 scales of a quantized KV cache, such as model.layers.0.self_attn.k_proj.k_scale, are not"
+    )
+    assert read_tensors(root.parent / "saved").keys() == read_tensors(root).keys()
 
 
 @pytest.mark.parametrize(
     ("dtype", "stored", "scale"),
-    [
-        (torch.float8_e4m3fn, "F8_E4M3", "weight_scale"),
-        (torch.float8_e4m3fn, "F8_E4M3", "weight_scale_inv"),
-        (torch.int8, "I8", "SCB"),
-    ],
+    [(torch.int8, "I8", "SCB"), (torch.float8_e5m2, "F8_E5M2", "weight_scale"), (torch.uint8, "U8", "absmax")],
 )
 def test_other_formats_are_not_cast(damaged, dtype, stored, scale):
     """transformers would cast the codes to bfloat16, and drop their scale with a warning."""
@@ -242,9 +269,32 @@ def test_other_formats_are_not_cast(damaged, dtype, stored, scale):
         tensors[f"{name}.weight"] = tensors[f"{name}.weight"].float().to(dtype)
         tensors[f"{name}.{scale}"] = torch.tensor(3.0)
 
-    message = rf"model.safetensors: {name}.weight: is {stored}: nothing but experts can be quantized"
+    message = rf"model.safetensors: {name}.weight: is {stored}, in layer {name}: no format that is supported"
     with pytest.raises(CheckpointError, match=message):
         load(damaged(quantize_a_projection))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"weight": torch.zeros(128, 128).to(torch.float8_e4m3fn)},
+            r"o_proj.weight: FP8 \[128, 128\] in layer .*o_proj: expected",
+        ),
+        (
+            {"weight": torch.zeros(128, 128).to(torch.float8_e4m3fn), "weight_scale": torch.ones(3)},
+            r"o_proj.weight_scale: F32 \[3\] for FP8 \[128, 128\] in layer .*o_proj: expected one float, one a row",
+        ),
+        (
+            {"weight": torch.zeros(64, 128).to(torch.float8_e4m3fn), "weight_scale": torch.tensor(1.0)},
+            r"o_proj.weight: FP8 \[64, 128\] in layer .*o_proj: expected weights \[128, 128\]",
+        ),
+    ],
+)
+def test_fp8_that_does_not_fit(damaged, tensors, message):
+    name = "model.layers.0.self_attn.o_proj"
+    with pytest.raises(CheckpointError, match=message):
+        load(damaged(lambda content: content.update({f"{name}.{last}": tensor for last, tensor in tensors.items()})))
 
 
 def test_nothing_is_initialized_in_silence(paths):
@@ -256,7 +306,7 @@ def test_nothing_is_initialized_in_silence(paths):
 
 def test_a_config_without_quantization_does_not_load_packed_bytes(damaged):
     root = damaged(config=lambda config: config.pop("quantization_config"))
-    with pytest.raises(ValueError, match="pre-quantized"):
+    with pytest.raises(CheckpointError, match="has compressed scales, but is not marked as compressed"):
         load(root)
 
 
@@ -267,7 +317,7 @@ def test_a_config_without_quantization_does_not_load_packed_bytes(damaged):
         (lambda q: q.update(quant_algo="W4A8_AWQ"), r"quantization_config: quant_algo is 'W4A8_AWQ'"),
         (
             lambda q: q["quantized_layers"]["model.layers.1.mlp.experts"].update(group_size=32),
-            "experts: group_size is 32",
+            r"experts.group_size: 32: NVFP4 has a scale for 16 weights",
         ),
         (lambda q: q["quantized_layers"].update({f"{EXPERT}.upp_proj": {"quant_algo": "NVFP4"}}), r"upp_proj: named"),
         (

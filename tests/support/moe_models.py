@@ -93,17 +93,19 @@ def write_compressed_tensors(root: Path, dense: Path) -> dict[str, Path]:
     return paths
 
 
-def load(path: Path, strategy: str = "auto", *, device: str = "cpu", **options):
+def load(
+    path: Path, strategy: str = "auto", *, device: str = "cpu", model_class: type = AutoModelForCausalLM, **options
+):
     """`from_pretrained` with the plug-in, as its documentation says."""
     from finegrained_kernels.integrations.transformers import NVFP4CSFConfig
 
     config = NVFP4CSFConfig(
         scale_strategy=strategy,
-        **{name: options.pop(name) for name in ("activation_format", "prefetch") if name in options},
+        **{name: options.pop(name) for name in ("activation_format", "prefetch", "fp8") if name in options},
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, **options)
+        model = model_class.from_pretrained(path, quantization_config=config, **options)
     return model if device == "cpu" else model.to(device)
 
 

@@ -6,8 +6,17 @@ dense or with compressed scales. See docs/transformers.md.
 
 from finegrained_kernels.integrations.transformers.config import NVFP4CSFConfig
 from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule, nvfp4_experts, set_scale_strategy
+from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP4Linear, nvfp4_linears
 from finegrained_kernels.integrations.transformers.registration import register
 
 register()
 
-__all__ = ["NVFP4CSFConfig", "NVFP4ExpertsModule", "nvfp4_experts", "set_scale_strategy"]
+__all__ = [
+    "FP8Linear",
+    "NVFP4CSFConfig",
+    "NVFP4ExpertsModule",
+    "NVFP4Linear",
+    "nvfp4_experts",
+    "nvfp4_linears",
+    "set_scale_strategy",
+]

@@ -10,16 +10,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finegrained_kernels.checkpoint.names import layer_of
 
-MODELOPT, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
-METHOD = "finegrained-kernels"
+METHOD, CHECKPOINT = "finegrained-kernels", "checkpoint"
 STRATEGIES = ("auto", "staged", "fused", "dense")
 ACTIVATIONS = ("auto", "bf16", "nvfp4", "nvfp4_dynamic")
-_LOADING = ("scale_strategy", "activation_format", "prefetch")
-_PACKED = "nvfp4-pack-quantized"
+FP8 = ("stored", "dequantized")
+_LOADING = ("scale_strategy", "activation_format", "prefetch", "fp8")
 
 
 class NVFP4CSFConfig(QuantizationConfigMixin):
-    """How to load and run NVFP4 experts: `from_pretrained(path, quantization_config=NVFP4CSFConfig(...))`.
+    """How to load and run NVFP4 layers: `from_pretrained(path, quantization_config=NVFP4CSFConfig(...))`.
 
     Attributes:
         scale_strategy: what becomes of the scales.
@@ -30,14 +29,24 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
             Scales that are dense in the checkpoint are compressed while loading for "staged" and "fused".
         activation_format: "bf16" uses activations as they are; "nvfp4" quantizes them with the checkpoint's input
             scales, "nvfp4_dynamic" with what each row needs. "auto" is "nvfp4" if the checkpoint has input scales for
-            all experts, "bf16" if it has none.
+            all layers, "bf16" if it has none. Layers that the checkpoint's config says are weight-only, as
+            W4A16_NVFP4 is, are so with "auto" and "nvfp4", whatever input scales there are.
         prefetch: decode the next layer's scales on a side stream while this layer's attention runs. Needs "staged".
+        fp8: what becomes of FP8 weights beside NVFP4 ones. "stored": they stay FP8 in memory, and each call dequantizes
+            those that it uses. "dequantized": once, while loading, which takes twice the memory and cannot be saved.
     """
 
-    def __init__(self, scale_strategy: str = "auto", activation_format: str = "auto", prefetch: bool = False) -> None:
+    def __init__(
+        self,
+        scale_strategy: str = "auto",
+        activation_format: str = "auto",
+        prefetch: bool = False,
+        fp8: str = "stored",
+    ) -> None:
         for name, value, allowed in (
             ("scale_strategy", scale_strategy, STRATEGIES),
             ("activation_format", activation_format, ACTIVATIONS),
+            ("fp8", fp8, FP8),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
@@ -47,15 +56,16 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
         self.scale_strategy = scale_strategy
         self.activation_format = activation_format
         self.prefetch = prefetch
+        self.fp8 = fp8
         self.checkpoint: dict[str, Any] | None = None
 
     @classmethod
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> NVFP4CSFConfig | tuple[NVFP4CSFConfig, dict[str, Any]]:
-        """The config of a checkpoint whose config.json has ``config_dict`` as `quantization_config`."""
+        """The config of a checkpoint that says ``config_dict`` of its quantization, or has that as "checkpoint"."""
         config = cls(**{name: kwargs.pop(name) for name in _LOADING if name in kwargs})
-        config.checkpoint = copy.deepcopy(dict(config_dict))
+        config.checkpoint = copy.deepcopy(dict(config_dict.get(CHECKPOINT, config_dict)))
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,8 +81,3 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
     def get_loading_attributes(self) -> dict[str, Any]:
         """What the caller of `from_pretrained` decides, and not the checkpoint."""
         return {name: getattr(self, name) for name in _LOADING}
-
-
-def is_nvfp4(config_dict: Mapping[str, Any]) -> bool:
-    """Whether a compressed-tensors `quantization_config` is for NVFP4, compressed by us or not."""
-    return config_dict.get("format") == _PACKED or bool(config_dict.get("quantized_layers"))

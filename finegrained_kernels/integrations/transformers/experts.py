@@ -11,7 +11,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from finegrained_kernels.integrations.transformers.schedule import Schedule
 
 if TYPE_CHECKING:
-    from finegrained_kernels.integrations.transformers.plan import ExpertsPlan
+    from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan
 
 IMPLEMENTATIONS = {
     "finegrained_kernels": None,
@@ -88,6 +88,11 @@ class NVFP4ExpertsModule(torch.nn.Module):
         return self.gate_up_proj.device
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether any of its scales are."""
+        return bool(self._compressed())
+
+    @property
     def scratch_bytes(self) -> int:
         """Of workspace to decode these scales into."""
         return sum(scales.plane_bytes * scales.num_planes for scales in self._compressed().values())
@@ -131,8 +136,8 @@ class NVFP4ExpertsModule(torch.nn.Module):
         """Make `experts` of the tensors as they are now."""
         self.schedule.changed()
         self.experts = self.schedule.bundle.NVFP4Experts(
-            gate_up=_local(self.gate_up_proj),
-            down=_local(self.down_proj),
+            gate_up=local_part(self.gate_up_proj),
+            down=local_part(self.down_proj),
             gate_up_scales=self.scales("gate_up"),
             down_scales=self.scales("down"),
             **{name: self._buffers[name] for name in GLOBALS if name in self._buffers},
@@ -183,17 +188,20 @@ def set_scale_strategy(model: torch.nn.Module, strategy: str, *, prefetch: bool 
     Raises:
         ValueError: another strategy, `prefetch` without "staged", or no compressed scales to choose a way for.
     """
-    layers = nvfp4_experts(model)
+    from finegrained_kernels.integrations.transformers.linear import nvfp4_linears
+
     if strategy not in ("auto", "staged", "fused"):
         raise ValueError(f"strategy must be auto, staged or fused, got {strategy!r}; load again for dense scales")
     if prefetch and strategy != "staged":
         raise ValueError(f"prefetch needs strategy 'staged', got {strategy!r}")
-    if not any(layer.scratch_bytes for layer in layers):
+    layers: list[Any] = [*nvfp4_experts(model), *nvfp4_linears(model)]
+    if not any(layer.is_compressed for layer in layers):
         raise ValueError("the model has no compressed scales: load it with scale_strategy='staged' or 'fused'")
-    for schedule in {id(layer.schedule): layer.schedule for layer in layers}.values():
+    schedules: dict[int, Schedule] = {id(layer.schedule): layer.schedule for layer in layers}
+    for schedule in schedules.values():
         schedule.switch(strategy, prefetch)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part, where transformers made the parameter a DTensor."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,12 @@ from finegrained_kernels.checkpoint import CheckpointError, Fault
 from finegrained_kernels.checkpoint.contents import TensorReader
 from finegrained_kernels.checkpoint.names import Plane
 from finegrained_kernels.checkpoint.slices import read_compressed_stack, read_dense_stack, read_globals
-from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule
-from finegrained_kernels.integrations.transformers.plan import ExpertsPlan, input_scale_name
+from finegrained_kernels.checkpoint.wire import geometry_problem
+from finegrained_kernels.integrations.transformers.activations import CALIBRATED
+from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule, local_part
+from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, input_scale_name
+from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP4Linear, StoredLinear
+from finegrained_kernels.integrations.transformers.linear_plan import FP8Plan, LinearPlan
 
 STAGING_BYTES = 32 << 20
 """Of packed weights read at once."""
@@ -28,19 +33,33 @@ class Part(NamedTuple):
 
 def part_of(module: NVFP4ExpertsModule, plan: ExpertsPlan) -> Part:
     """Which part transformers' parallel plan gave to this rank, read off the parameter that it cut."""
-    placements = getattr(module.gate_up_proj, "placements", ())
+    cut = _cut_of(module.gate_up_proj, plan.module)
+    if cut is None:
+        return Part(range(plan.num_experts))
+    if cut.dim == 0:
+        count = plan.num_experts // cut.size
+        return Part(range(cut.rank * count, (cut.rank + 1) * count))
+    return Part(range(plan.num_experts), cut.rank, cut.size)
+
+
+class _Cut(NamedTuple):
+    """This rank's slice of a parameter that is cut along ``dim``."""
+
+    dim: int
+    rank: int
+    size: int
+
+
+def _cut_of(parameter: torch.Tensor, module: str) -> _Cut | None:
+    placements = getattr(parameter, "placements", ())
     split = [(i, placement) for i, placement in enumerate(placements) if not placement.is_replicate()]
     if not split:
-        return Part(range(plan.num_experts))
+        return None
     if len(split) > 1:
-        raise CheckpointError(f"{plan.module}: cut along several mesh dimensions, which is not supported: {placements}")
+        raise CheckpointError(f"{module}: cut along several mesh dimensions, which is not supported: {placements}")
     (i_mesh, placement) = split[0]
-    mesh: Any = getattr(module.gate_up_proj, "device_mesh", None)  # of a DTensor: what has placements has one
-    rank, size = mesh.get_local_rank(i_mesh), mesh.size(i_mesh)
-    if placement.dim == 0:
-        count = plan.num_experts // size
-        return Part(range(rank * count, (rank + 1) * count))
-    return Part(range(plan.num_experts), rank, size)
+    mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor: what has placements has one
+    return _Cut(placement.dim % parameter.dim(), mesh.get_local_rank(i_mesh), mesh.size(i_mesh))
 
 
 def load_experts(
@@ -59,7 +78,7 @@ def load_experts(
         _read_weights(reader, stack, weights.detach(), part, by_columns)
     for name, stack, by_columns in (("gate_up", halves, False), ("down", [down], True)):
         cut = {"by_columns": by_columns, "tp_rank": part.tp_rank, "tp_size": part.tp_size, "device": device}
-        module.set_scales(name, _read_scales(module, reader, stack, strategy, cut))
+        module.set_scales(name, _read_scales(module.schedule.bundle, reader, stack, strategy, cut))
     for name, stack in (("gate_up", halves), ("down", [down])):
         module.stored[name] = _read_stored(reader, stack, lambda plane: plane.global_scale)
         multipliers = _weight_globals(reader, stack, module.stored[name])
@@ -72,17 +91,93 @@ def load_experts(
             module.register_buffer(f"{name}_input_global", multipliers.to(device), persistent=False)
 
 
+def load_linear(
+    reader: TensorReader, plan: LinearPlan, module: NVFP4Linear, *, strategy: str, activations: str
+) -> None:
+    """The same for a linear layer. ``activations`` is one of those that `choose_activations` chooses between."""
+    cut, device, plane = _cut_of(module.weight, plan.module), module.device, plan.plane
+    _refuse_packed_plans(module, plan.module)
+    by_columns = cut is not None and cut.dim == 1
+    part = {"tp_rank": cut.rank, "tp_size": cut.size} if cut else {}
+    scales = _read_scales(
+        module.schedule.bundle, reader, [[plane]], strategy, {"by_columns": by_columns, "device": device, **part}
+    )
+    module.set_scales(scales)
+    weights = local_part(module.weight).unsqueeze(0)
+    _read_weights(reader, [[plane]], weights, Part(range(1), **part), by_columns)
+    read = {plane.global_scale: _read_stored(reader, [[plane]], lambda plane: plane.global_scale)}
+    module.weight_global = _weight_globals(reader, [[plane]], read[plane.global_scale]).to(device)
+    if activations == CALIBRATED:
+        stored = _read_stored(reader, [[plane]], input_scale_name)
+        module.input_global = _input_scales(reader, [[plane]], stored).to(device)
+    for name in (plane.global_scale, input_scale_name(plane), plan.pre_quant_scale):
+        if name in reader.checkpoint.located:
+            module.stored[name] = read_tensor(reader, name)
+    if plan.pre_quant_scale in module.stored:
+        scale = module.stored[plan.pre_quant_scale].view(-1)
+        if by_columns and cut is not None:
+            scale = scale.view(cut.size, -1)[cut.rank]
+        module.pre_quant_scale = scale.to(device)
+
+
+def load_fp8(reader: TensorReader, plan: FP8Plan, module: FP8Linear) -> None:
+    """The same for a linear layer in FP8."""
+    cut, (rows, cols) = _cut_of(module.weight, plan.module), reader.checkpoint.located[plan.weight][1].shape
+    _refuse_packed_plans(module, plan.module)
+    module.stored = {name: read_tensor(reader, name) for name in plan.tensors if name != plan.weight}
+    scale, block = module.stored[plan.scale], plan.block
+    scale = torch.exp2(scale.view(torch.uint8).float() - 127) if scale.element_size() == 1 else scale.float()
+    scale = scale.view(-(-rows // block[0]), -(-cols // block[1]))
+    weight = read_tensor(reader, plan.weight).view(torch.uint8)
+    if cut is not None:
+        extent = weight.shape[cut.dim]
+        if extent % cut.size:
+            message = f"{extent} {('rows', 'columns')[cut.dim]} cannot be cut into {cut.size} equal parts"
+            raise CheckpointError([Fault(reader.checkpoint.located[plan.weight][0], plan.weight, message)])
+        part, first = extent // cut.size, extent // cut.size * cut.rank
+        weight = weight.narrow(cut.dim, first, part)
+        if scale.shape[cut.dim] > 1:
+            scale = scale.repeat_interleave(block[cut.dim], cut.dim).narrow(cut.dim, first, part)
+            block = (1, block[1]) if cut.dim == 0 else (block[0], 1)
+    local_part(module.weight).copy_(weight)
+    module.scale, module.block = scale.to(module.device), block
+
+
+def read_tensor(reader: TensorReader, name: str) -> torch.Tensor:
+    """A tensor as it is stored, on the CPU."""
+    info = reader.checkpoint.located[name][1]
+    data = torch.frombuffer(bytearray(reader.read(name)) or bytearray(1), dtype=torch.uint8)[: info.nbytes]
+    return data.view(DTYPES[info.dtype]).view(info.shape)
+
+
+DTYPES = {
+    **{"U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
+}
+"""By their names in safetensors: those that quantized layers consist of."""
+
+
+def _refuse_packed_plans(module: StoredLinear, name: str) -> None:
+    for placement in getattr(module.weight, "placements", ()):
+        if type(placement).__name__ == "_StridedShard":
+            raise CheckpointError(f"{name}: quantized, and cut by a plan for fused weights, which is not supported")
+
+
 def _read_scales(
-    module: NVFP4ExpertsModule, reader: TensorReader, stack: list[list[Plane]], strategy: str, cut: dict[str, Any]
+    bundle: ModuleType, reader: TensorReader, stack: list[list[Plane]], strategy: str, cut: dict[str, Any]
 ) -> Any:
-    """`NVFP4CSFScales`, or dense bytes uint8 `[E, N, C]`, as the strategy wants them."""
-    keep_dense = strategy in ("auto", "dense") and not any(plane.compressed for planes in stack for plane in planes)
-    if keep_dense:
+    """`NVFP4CSFScales`, or dense bytes uint8 `[E, N, C]`, as the strategy wants them.
+
+    What the format does not hold, such as planes of more than 2^24 bytes, stays dense.
+    """
+    dense = not any(plane.compressed for planes in stack for plane in planes)
+    first = stack[0][0]
+    if dense and (strategy in ("auto", "dense") or geometry_problem(first.rows, first.cols)):
         return read_dense_stack(reader, stack, **cut)
     compressed = read_compressed_stack(reader, stack, **cut)
     if strategy != "dense":
         return compressed
-    return module.schedule.bundle.decompress_nvfp4_csf_scales(compressed).view(torch.uint8)
+    return bundle.decompress_nvfp4_csf_scales(compressed).view(torch.uint8)
 
 
 def _read_weights(

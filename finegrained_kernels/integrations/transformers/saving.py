@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from transformers.core_model_loading import WeightRenaming
@@ -12,33 +14,36 @@ from finegrained_kernels.checkpoint import Checkpoint
 from finegrained_kernels.checkpoint.names import Plane
 from finegrained_kernels.checkpoint.wire import POSITION_MASK, SLAB_ROWS, fixed_bytes, slab_bytes
 from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule
-from finegrained_kernels.integrations.transformers.plan import ExpertsPlan, belongs_to, input_scale_name
+from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, input_scale_name
+from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP4Linear
+from finegrained_kernels.integrations.transformers.linear_plan import FP8Plan, LinearPlan
+from finegrained_kernels.integrations.transformers.loading import DTYPES
 
-HIDDEN = "__nvfp4_experts__"
+HIDDEN = "__quantized__"
 
 
-class HideExperts(WeightRenaming):
-    """Keeps transformers' conversions off the tensors of NVFP4 experts: it sees them by names that mean nothing to it.
+class HideQuantized(WeightRenaming):
+    """Keeps transformers' conversions off what is quantized: it sees those tensors by names that mean nothing to it.
 
     Loading, they are then unexpected, and left to us; saving, the names that `state_of` gives survive every other
     renaming, whatever it adds around them, and become the checkpoint's again.
     """
 
-    def __init__(self, sources: set[str]) -> None:
+    def __init__(self, hidden: set[str]) -> None:
         super().__init__(HIDDEN, HIDDEN)
-        self.sources = sources
+        self.hidden = hidden
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        if not belongs_to(source_key, self.sources):
+        if source_key not in self.hidden:
             return source_key, None
         self._was_used = True
         return hide(source_key), None
 
     def reverse_transform(self) -> WeightRenaming:
-        return _ShowExperts(HIDDEN, HIDDEN)
+        return _ShowQuantized(HIDDEN, HIDDEN)
 
 
-class _ShowExperts(WeightRenaming):
+class _ShowQuantized(WeightRenaming):
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         match = re.search(HIDDEN + r"\.([0-9a-f]+)", source_key)
         return (bytes.fromhex(match[1]).decode() if match else source_key), None
@@ -48,7 +53,7 @@ def hide(name: str) -> str:
     return f"{HIDDEN}.{name.encode().hex()}"
 
 
-def unusual_forms(checkpoint: Checkpoint, plan: ExpertsPlan) -> dict[str, tuple[str, tuple[int, ...]]]:
+def unusual_forms(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of the layer's tensors where they are not the usual: signed weights, flat streams, [1] for []."""
     forms = {}
     for plane in plan.planes:
@@ -75,10 +80,42 @@ def state_of(
                 tensors[input_scale_name(plane)] = module.stored[f"{name}_input"][expert, column]
             for tensor_name, tensor in tensors.items():
                 yield hide(tensor_name), _as(tensor, *forms.get(tensor_name, _usual_forms(plane)[tensor_name]))
-        for plane, scales in zip(planes, _scales(planes, module, name, first_row), strict=True):
-            for tensor_name, tensor in zip(plane.tensors, scales, strict=True):
-                form = forms.get(tensor_name, _usual_forms(plane).get(tensor_name))
-                yield hide(tensor_name), _as(tensor, *form) if form else tensor
+        scales = _scales(planes, module.scales(name), module.schedule.bundle, first_row)
+        yield from _scale_tensors(planes, scales, forms)
+
+
+def state_of_linear(
+    plan: LinearPlan, module: NVFP4Linear, forms: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same of a linear layer; its bias is transformers' affair."""
+    plane = plan.plane
+    form = forms.get(plane.weight, _usual_forms(plane)[plane.weight])
+    yield hide(plane.weight), _as(module.weight.detach(), *form)
+    yield from ((hide(name), tensor) for name, tensor in module.stored.items())
+    yield from _scale_tensors([plane], _scales([plane], module.read_scales(), module.schedule.bundle, 0), forms)
+
+
+def state_of_fp8(plan: FP8Plan, module: FP8Linear) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same of a linear layer in FP8.
+
+    Raises:
+        ValueError: it was dequantized.
+    """
+    if module.is_dequantized:
+        raise ValueError(f"save_pretrained: {plan.module} was dequantized from FP8: load with fp8='stored' to save it")
+    yield hide(plan.weight), module.weight.detach().view(torch.float8_e4m3fn)
+    yield from ((hide(name), tensor) for name, tensor in module.stored.items())
+
+
+def _scale_tensors(
+    planes: Sequence[Plane],
+    scales: Iterator[tuple[torch.Tensor, ...]],
+    forms: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for plane, tensors in zip(planes, scales, strict=True):
+        for name, tensor in zip(plane.tensors, tensors, strict=True):
+            form = forms.get(name, _usual_forms(plane).get(name))
+            yield hide(name), _as(tensor, *form) if form else tensor
 
 
 def _usual_forms(plane: Plane) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -93,18 +130,14 @@ def _usual_forms(plane: Plane) -> dict[str, tuple[str, tuple[int, ...]]]:
     return forms | {plane.name: ("F8_E4M3", (plane.rows, plane.cols))}
 
 
-_DTYPES = {"U8": torch.uint8, "I8": torch.int8, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
-
-
 def _as(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return tensor.view(_DTYPES[dtype]).view(shape)
+    return tensor.view(DTYPES[dtype]).view(shape)
 
 
 def _scales(
-    planes: Sequence[Plane], module: NVFP4ExpertsModule, name: str, first_row: int
+    planes: Sequence[Plane], scales: Any, bundle: ModuleType, first_row: int
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Each plane's tensors, from the rows after ``first_row`` of the module's stack."""
-    scales, bundle = module.scales(name), module.schedule.bundle
+    """Each plane's tensors, from the rows after ``first_row`` of a stack of scales."""
     rows, cols = planes[0].rows, planes[0].cols
     kept = not isinstance(scales, torch.Tensor)
     if not kept or not all(plane.compressed for plane in planes):

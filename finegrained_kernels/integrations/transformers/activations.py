@@ -1,0 +1,81 @@
+"""What each NVFP4 layer does to its activations: W4A16 or W4A4, by the config, the checkpoint and the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from finegrained_kernels.checkpoint import Checkpoint, CheckpointError, Fault
+from finegrained_kernels.checkpoint.errors import raise_faults
+from finegrained_kernels.checkpoint.layouts import CONFIG
+from finegrained_kernels.checkpoint.quantization_config import NVFP4
+from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, input_scale_name
+from finegrained_kernels.integrations.transformers.linear_plan import LinearPlan
+
+BF16, CALIBRATED, DYNAMIC = "bf16", "nvfp4", "nvfp4_dynamic"
+"""As they are; quantized with the checkpoint's input scales; quantized with what each row needs."""
+
+
+def choose_activations(
+    checkpoint: Checkpoint, plans: Sequence[ExpertsPlan | LinearPlan], wanted: str
+) -> dict[str, str]:
+    """What becomes of each layer's activations, by the layer's module in the checkpoint.
+
+    Args:
+        wanted: an `activation_format`. "auto" quantizes where there are input scales, and all layers must have them or
+            none; layers that the config says are weight-only are left alone, by "auto" and by "nvfp4".
+
+    Raises:
+        CheckpointError: an input scale is not a single F32 value, which saving needs too; or they are used, and some
+            are missing.
+    """
+    faults: list[Fault] = []
+    quantized, chosen = [], {}
+    for plan in plans:
+        faults += _malformed(checkpoint, plan)
+        said = {_is_weight_only(checkpoint, plane.module) for plane in plan.planes}
+        if len(said) > 1:
+            faults.append(Fault(CONFIG, plan.source, "weight-only for some of its experts, and not for others"))
+        if wanted in (BF16, DYNAMIC):
+            chosen[plan.source] = wanted
+        elif said == {True}:
+            chosen[plan.source] = BF16
+        else:
+            quantized.append(plan)
+    raise_faults(faults)
+    missing = {plan.source: _missing(checkpoint, plan) for plan in quantized}
+    used = wanted == CALIBRATED or any(len(missing[plan.source]) < len(plan.planes) for plan in quantized)
+    if wanted == CALIBRATED and not quantized:
+        raise CheckpointError(f"{checkpoint.root}: weight-only by its config: activation_format can be auto or bf16")
+    for plan in quantized:
+        chosen[plan.source] = CALIBRATED if used else BF16
+        absent = missing[plan.source]
+        if used and wanted != CALIBRATED and len(absent) == len(plan.planes):
+            message = "has no input scales, and other layers have: choose an activation_format"
+            faults.append(Fault(CONFIG, plan.source, message))
+        elif used:
+            what = "expert" if isinstance(plan, ExpertsPlan) else "layer"
+            message = f"missing: quantized activations (W4A4) need one for every {what}"
+            faults += [Fault(checkpoint.located[plan.planes[-1].weight][0], name, message) for name in absent]
+    raise_faults(faults)
+    return chosen
+
+
+def _is_weight_only(checkpoint: Checkpoint, module: str) -> bool:
+    """Whether the config says so. Where it says nothing, input scales do."""
+    form = checkpoint.quantization.layer_format(module) if checkpoint.quantization else None
+    return form is not None and form.family == NVFP4 and form.weight_only
+
+
+def _missing(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> list[str]:
+    names = map(input_scale_name, plan.planes)
+    return [name for name in names if name not in checkpoint.located]
+
+
+def _malformed(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> list[Fault]:
+    faults = []
+    for name in map(input_scale_name, plan.planes):
+        if name in checkpoint.located:
+            shard, info = checkpoint.located[name]
+            if info.dtype != "F32" or info.nbytes != 4:
+                faults.append(Fault(shard, name, f"expected one F32 value, got {info.dtype} {list(info.shape)}"))
+    return faults

@@ -1,0 +1,143 @@
+"""Which of a model's modules a checkpoint's NVFP4 experts belong to.
+
+The model's structure says it, not its name: transformers' own conversions tell where the weight of an expert's
+projection goes, so the scales go there too; and the module it goes to must be one that these kernels can stand in for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from finegrained_kernels.checkpoint import Checkpoint, CheckpointError, Fault
+from finegrained_kernels.checkpoint.errors import raise_faults
+from finegrained_kernels.checkpoint.names import Plane
+from finegrained_kernels.integrations.transformers.renaming import Renaming
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_INPUT_SCALES = {False: ".input_scale", True: ".input_global_scale"}  # by whether globals divide
+_UNIT = 32  # of weights along K, in the GEMMs
+_STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """One layer's experts: the model's module, the checkpoint's name for it, and the planes by expert.
+
+    ``halves`` has gate's and up's planes, in this order, and ``down`` those of the down projection.
+    """
+
+    module: str
+    source: str
+    halves: tuple[tuple[Plane, ...], tuple[Plane, ...]]
+    down: tuple[Plane, ...]
+
+    @property
+    def planes(self) -> list[Plane]:
+        return [*self.halves[0], *self.halves[1], *self.down]
+
+    @property
+    def stands_in_for(self) -> list[str]:
+        """The model's parameters that these planes' weights fill."""
+        return [f"{self.module}.{name}" for name in (GATE_UP, DOWN)]
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.down)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down[0].rows
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.halves[0][0].rows
+
+
+def input_scale_name(plane: Plane) -> str:
+    return plane.module + _INPUT_SCALES[plane.global_scale_divides]
+
+
+def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, rename: Renaming) -> ExpertsPlan:
+    """The plan of the layer ``source``. ``model`` is on the meta device, unchanged.
+
+    Raises:
+        CheckpointError: experts that do not fit the model, by layer, expert and projection.
+    """
+    found = checkpoint.experts[source]
+    places: dict[tuple[str, int], tuple[str, str]] = {}
+    for projection in dict.fromkeys(projection for _, projection in found):
+        target, pattern = rename(f"{source}.0.{projection}.weight")
+        module, _, parameter = target.rpartition(".")
+        if pattern is None or parameter not in (GATE_UP, DOWN) or target not in rename.state:
+            shard = checkpoint.located[next(p for (_, name), p in found.items() if name == projection).weight][0]
+            message = f"{type(model).__name__} has no fused experts that {projection} would become part of"
+            raise CheckpointError([Fault(shard, f"{source}.0.{projection}", message)])
+        patterns = rename.converter(pattern).source_patterns
+        if len(patterns) != {GATE_UP: 2, DOWN: 1}[parameter]:
+            raise CheckpointError(f"{source}: {parameter} of {type(model).__name__} is made of {patterns}")
+        places[parameter, patterns.index(pattern)] = module, projection
+    modules = {module for module, _ in places.values()}
+    roles = [(GATE_UP, 0), (GATE_UP, 1), (DOWN, 0)]
+    if len(modules) != 1 or any(role not in places for role in roles):
+        names = ", ".join(projection for _, projection in places.values())
+        raise CheckpointError(f"{source}: expected gate, up and down projections of one module, got {names}")
+    (module,) = modules
+    num_experts = rename.state[f"{module}.{DOWN}"].shape[0]
+    stacks = [_stack(checkpoint, source, places[role][1], num_experts) for role in roles]
+    plan = ExpertsPlan(module, source, (stacks[0], stacks[1]), stacks[2])
+    _check_shapes(checkpoint, plan, rename.state)
+    _check_structure(model.get_submodule(module), plan)
+    return plan
+
+
+def _stack(checkpoint: Checkpoint, source: str, projection: str, num_experts: int) -> tuple[Plane, ...]:
+    found = checkpoint.experts[source]
+    experts = {expert for expert, name in found if name == projection}
+    if missing := sorted(set(range(num_experts)) - experts):
+        message = f"no NVFP4 scales for experts {missing} of {num_experts}"
+        raise CheckpointError(f"{source}: {projection}: {message}")
+    if extra := sorted(experts - set(range(num_experts))):
+        raise CheckpointError(f"{source}: {projection}: experts {extra}, but the model has {num_experts}")
+    return tuple(found[expert, projection] for expert in range(num_experts))
+
+
+def _check_shapes(checkpoint: Checkpoint, plan: ExpertsPlan, state: Mapping[str, torch.Tensor]) -> None:
+    _, rows, hidden = state[f"{plan.module}.{GATE_UP}"].shape
+    expected = {id(plan.down): (hidden, rows // 2), **{id(half): (rows // 2, hidden) for half in plan.halves}}
+    faults = []
+    for stack in (*plan.halves, plan.down):
+        for plane in stack:
+            n, k = expected[id(stack)]
+            if (plane.rows, plane.cols * 16) != (n, k):
+                shard, info = checkpoint.located[plane.weight]
+                message = f"expected [{n}, {k // 2}] for the {plan.module} of the model, got {list(info.shape)}"
+                faults.append(Fault(shard, plane.weight, message))
+    raise_faults(faults)
+
+
+def _check_structure(module: torch.nn.Module, plan: ExpertsPlan) -> None:
+    """Raise unless the kernels compute what this module does: down(silu(gate(x)) * up(x)), rows [gate; up]."""
+    wrong = [
+        f"{name} is {getattr(module, name, None)}"
+        for name, want in _STRUCTURE.items()
+        if getattr(module, name, None) is not want
+    ]
+    if getattr(module, "has_post_expert_norm", False):
+        wrong.append("it has a norm after each expert")
+    if not isinstance(getattr(module, "act_fn", None), (torch.nn.SiLU, SiLUActivation)):
+        wrong.append(f"its activation is {type(getattr(module, 'act_fn', None)).__name__}, not SiLU")
+    if getattr(type(module), "_apply_gate", None) is not _default_apply_gate:
+        wrong.append("it has a gate of its own")
+    if plan.hidden_size % _UNIT or plan.intermediate_size % _UNIT:
+        wrong.append(f"it is {plan.hidden_size} x {plan.intermediate_size}, which must be multiples of {_UNIT}")
+    if wrong:
+        raise CheckpointError(f"{plan.module}: {type(module).__name__} cannot run on these kernels: {'; '.join(wrong)}")

@@ -1,0 +1,187 @@
+"""Tiny replicas of the kinds of checkpoints that people publish, and what they stand for in float32.
+
+Written from docs/format.md and public descriptions, in numpy: nothing here shares code with what is tested.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from checkpoints import read_tensors, write_json
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_BYTES = np.arange(256)
+E4M3 = np.where(
+    _BYTES % 128 // 8 > 0, (8 + _BYTES % 8) * 2.0 ** (_BYTES % 128 // 8 - 10.0), _BYTES % 8 * 2.0**-9
+) * np.where(_BYTES < 128, 1, -1)
+POSITIVE_E4M3 = E4M3[:127]
+INPUT_SCALE = 0.004
+"""Of all calibrated activations: they saturate at 448 * 6 times this, about 10.7."""
+
+
+def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Index of the nearest entry of an increasing table; of two that are equally near, the even one."""
+    upper = np.clip(np.searchsorted(table, values), 1, len(table) - 1)
+    lower = upper - 1
+    below, above = values - table[lower], table[upper] - values
+    take = (below < above) | ((below == above) & (lower % 2 == 0))
+    return np.where(take, lower, upper)
+
+
+def nvfp4(values: np.ndarray, global_scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes uint8 `[.., K]` and scale bytes uint8 `[.., K / 16]` of float32 `[.., K]`."""
+    groups = values.reshape(*values.shape[:-1], -1, 16).astype(np.float32)
+    amax = np.abs(groups).max(-1)
+    scales = nearest(np.float32(amax / np.float32(6)) / np.float32(global_scale), POSITIVE_E4M3).astype(np.uint8)
+    steps = (E4M3[scales] * np.float64(global_scale))[..., None]
+    quotient = np.divide(np.abs(groups), steps, out=np.zeros(groups.shape), where=steps > 0)
+    codes = nearest(quotient, E2M1[:8].astype(np.float64)) + 8 * np.signbit(groups)
+    return codes.astype(np.uint8).reshape(values.shape), scales
+
+
+def dequantized(codes: np.ndarray, scales: np.ndarray, global_scale: float) -> np.ndarray:
+    values = E2M1[codes].reshape(*codes.shape[:-1], -1, 16) * E4M3[scales][..., None] * np.float64(global_scale)
+    return values.reshape(codes.shape)
+
+
+@dataclasses.dataclass
+class Stored:
+    """What a layer's tensors are called behind its name, and the float weight that they stand for."""
+
+    tensors: dict[str, torch.Tensor]
+    weight: np.ndarray
+
+
+def store_nvfp4(weight: np.ndarray, *, divides: bool = False, input_scale: bool = False, awq: bool = False) -> Stored:
+    """An NVFP4 layer in ModelOpt's tensors, or, if globals divide, in compressed-tensors'."""
+    smooth = None
+    if awq:
+        smooth = torch.from_numpy(2.0 ** np.random.default_rng(5).integers(-1, 2, weight.shape[1])).bfloat16()
+        weight = weight / smooth.double().numpy()
+    global_scale = np.float32(np.abs(weight).max() / (448 * 6))
+    divisor = np.float32(1 / global_scale)
+    global_scale = float(np.float32(1) / divisor) if divides else float(global_scale)
+    codes, scales = nvfp4(weight, global_scale)
+    packed = torch.from_numpy(codes[:, 0::2] + 16 * codes[:, 1::2])
+    names = ("weight_packed", "weight_global_scale") if divides else ("weight", "weight_scale_2")
+    stored_global = torch.tensor([divisor]) if divides else torch.tensor(global_scale)
+    tensors = {
+        names[0]: packed,
+        "weight_scale": torch.from_numpy(scales).view(torch.float8_e4m3fn),
+        names[1]: stored_global,
+    }
+    if input_scale:
+        name = "input_global_scale" if divides else "input_scale"
+        tensors[name] = torch.tensor([1 / INPUT_SCALE]) if divides else torch.tensor(INPUT_SCALE)
+    value = dequantized(codes, scales, global_scale)
+    if smooth is not None:
+        tensors["pre_quant_scale"] = smooth
+        value = value * smooth.double().numpy()
+    return Stored(tensors, value)
+
+
+def store_fp8(weight: np.ndarray, kind: str, *, name: str = "weight_scale", input_scale: bool = False) -> Stored:
+    """A layer in FP8, E4M3, with a scale for the "tensor", for each "channel", "block" of 128 x 128, or "mx" group."""
+    rows, cols = weight.shape
+    block = {"tensor": (rows, cols), "channel": (1, cols), "block": (128, 128), "block4d": (128, 128), "mx": (1, 32)}[
+        kind
+    ]
+    padded = np.zeros([-(-n // b) * b for n, b in zip(weight.shape, block, strict=True)])
+    padded[:rows, :cols] = weight
+    tiles = padded.reshape(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+    scale = (np.abs(tiles).max((1, 3), keepdims=True) / 448).astype(np.float32)
+    if kind == "mx":
+        exponent = np.ceil(np.log2(scale)).astype(np.int32) + 127
+        scale = 2.0 ** (exponent - 127)
+    codes = nearest(np.abs(tiles / scale), POSITIVE_E4M3) + 128 * np.signbit(tiles)
+    value = (E4M3[codes] * scale).reshape(padded.shape)[:rows, :cols]
+    codes = codes.reshape(padded.shape)[:rows, :cols].astype(np.uint8)
+    stored = torch.from_numpy(exponent.astype(np.uint8) if kind == "mx" else scale)
+    shape = {"tensor": (), "channel": (rows, 1), "block4d": tuple(stored.shape)}.get(kind, stored.shape[0::2])
+    if kind == "block4d":
+        shape = (stored.shape[0], 1, stored.shape[2], 1)
+    tensors = {"weight": torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn), name: stored.reshape(shape)}
+    if input_scale:
+        tensors["input_scale"] = torch.tensor(INPUT_SCALE)
+    return Stored(tensors, value)
+
+
+def write_replica(
+    root: Path,
+    config: transformers.PreTrainedConfig,
+    store: Callable[[str, np.ndarray], Stored | None],
+    documents: dict[str, dict],
+    *,
+    rename: Callable[[str], str] = lambda name: name,
+    extra: dict[str, torch.Tensor] | None = None,
+    model_class: type = transformers.AutoModelForCausalLM,
+) -> dict[str, Path]:
+    """A random model, quantized as "dense", and as "float" what that stands for, in float32.
+
+    Args:
+        store: what becomes of a module's weight, None for a module that is not quantized.
+        documents: JSON files that are merged into those of the model.
+        rename: from transformers' names to those in the checkpoint.
+        extra: tensors that are added to the quantized checkpoint.
+    """
+    torch.manual_seed(0)
+    model = model_class.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(
+                    torch.randn(parameter.shape) * (1.0 if "embed" in name else 1.0 / parameter.shape[-1] ** 0.5)
+                )
+            elif name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(root / "bf16")
+    quantized, floats = {}, {}
+    for name, tensor in read_tensors(root / "bf16").items():
+        module, _, last = name.rpartition(".")
+        stored = store(module, tensor.double().numpy()) if last == "weight" and tensor.dim() == 2 else None
+        floats[name] = tensor.float() if stored is None else torch.from_numpy(stored.weight).float()
+        new = {name: tensor} if stored is None else {f"{module}.{key}": t for key, t in stored.tensors.items()}
+        quantized |= {rename(key): t.contiguous() for key, t in new.items()}
+    paths = {kind: root / kind for kind in ("dense", "float")}
+    document = json.loads((root / "bf16" / "config.json").read_text())
+    for kind, tensors in (("dense", quantized | (extra or {})), ("float", floats)):
+        paths[kind].mkdir()
+        save_file(tensors, paths[kind] / "model.safetensors", {"format": "pt"})
+        write_json(
+            paths[kind] / "config.json", document | (documents.get("config.json", {}) if kind == "dense" else {})
+        )
+    for name, other in documents.items():
+        if name != "config.json":
+            write_json(paths["dense"] / name, other)
+    return paths
+
+
+def small_config(architecture: str, **changes) -> transformers.PreTrainedConfig:
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return AutoConfig.for_model(architecture, **{**sizes, **changes})
+
+
+def cosine(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(actual.double().flatten(), expected.double().flatten(), dim=0))
