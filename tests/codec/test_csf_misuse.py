@@ -114,3 +114,12 @@ def test_scales_compare_by_identity_and_have_no_other_dtype(bundle):
     assert scales != copy.deepcopy(scales)
     with pytest.raises((RuntimeError, TypeError)):
         scales.to(torch.float16)
+
+
+@every_device
+def test_scales_are_shown_in_a_line(bundle, device):
+    """Not their bytes, which are hundreds of lines."""
+    _, scales = prepared(bundle, device)
+    place = scales.device
+    assert repr(scales) == f"NVFP4CSFScales(3x32x10, {scales.nbytes} bytes, 26 exceptions, {place})"
+    assert str([scales]) == f"[{scales!r}]"

@@ -13,6 +13,8 @@ from typing import Optional
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..arguments import kind_of, no_dense_tensor
+from ..expert_start import active_experts, check_expert_start
 from ..formats import NVFP4_CSF
 from ..one_thread import on_one_thread
 from ..swizzle import swizzle_mx_scales, swizzled_shape
@@ -35,7 +37,9 @@ def csf_workspace_size(scales: NVFP4CSFScales, *, swizzled: bool = False) -> int
 def _output_layout(scales: NVFP4CSFScales, swizzled: bool) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Bytes, shape and strides of the decoded scales."""
     if not isinstance(scales, NVFP4CSFScales):
-        raise ValueError(f"scales must be NVFP4CSFScales of this bundle, got {type(scales).__name__}")
+        raise ValueError(f"scales must be NVFP4CSFScales of this bundle, got {kind_of(scales)}")
+    if got := no_dense_tensor(scales.codes):
+        raise ValueError(f"scales must be on a CPU or GPU, got {got}")
     num_planes, num_rows, half_cols = scales.codes.shape
     num_cols = 2 * half_cols
     if not swizzled:
@@ -62,8 +66,8 @@ def decompress_nvfp4_csf_scales(
         workspace: contiguous uint8 tensor of at least `csf_workspace_size(scales, swizzled=swizzled)` bytes, at any
             byte offset. Its first bytes are written, nothing else is. None: a new one is allocated.
         expert_start: int32 `[E + 1 or more]`, read on the device. Only planes `e` with
-            `expert_start[e] < expert_start[e + 1]` are decoded; the others' bytes stay as they are (zero in a new
-            workspace). None: every plane is decoded.
+            `expert_start[e] < expert_start[e + 1]` are decoded, whatever the entries; the others' bytes stay as they
+            are (zero in a new workspace). None: every plane is decoded.
         max_active: at most so many planes are active, say tokens x top-k. Sizes the launch, never the result.
         swizzled: write the 32x4x4 form that block-scaled MMA reads, padding bytes zero, instead of rows.
 
@@ -71,15 +75,16 @@ def decompress_nvfp4_csf_scales(
         A view of the workspace: float8_e4m3fn `[E, N, C]`, or `[E, ceil(N / 128), ceil(C / 4), 32, 16]` if swizzled.
 
     Raises:
-        ValueError: a workspace or `expert_start` of another dtype, device or rank, or too short. Nothing is written.
+        ValueError: a workspace or `expert_start` of another dtype, device or rank, or too short; a workspace that
+            shares memory with `scales` or `expert_start`; a device that is no CPU or GPU. Nothing is written.
 
     Bytes moved: `E * (N + N * C / 2 + N * C)` and 4 an exception.
     """
-    size, shape, strides = _output_layout(scales, swizzled)
+    size, _, _ = _output_layout(scales, swizzled)
     if max_active is not None and (not isinstance(max_active, int) or max_active < 0):
         raise ValueError(f"max_active must be None or an int that is not negative, got {max_active!r}")
     if expert_start is not None:
-        _check_expert_start(expert_start, scales)
+        check_expert_start(expert_start, scales.num_planes, scales.device)
     if workspace is None and expert_start is None:
         workspace = torch.empty(size, dtype=torch.uint8, device=scales.device)
     elif workspace is None:
@@ -87,6 +92,19 @@ def decompress_nvfp4_csf_scales(
             workspace = torch.zeros(size, dtype=torch.uint8, device=scales.device)
     else:
         _check_workspace(workspace, scales, size)
+        check_apart("workspace", workspace, size, {**scales.state_dict(), "expert_start": expert_start})
+    return decode_into(workspace, scales, expert_start, max_active, swizzled)
+
+
+def decode_into(
+    workspace: torch.Tensor,
+    scales: NVFP4CSFScales,
+    expert_start: torch.Tensor | None,
+    max_active: int | None,
+    swizzled: bool = False,
+) -> torch.Tensor:
+    """`decompress_nvfp4_csf_scales` of arguments that were checked before."""
+    size, shape, strides = _output_layout(scales, swizzled)
     tensors = (scales.bases, scales.codes, scales.exceptions, scales.exception_offsets)
     if torch.compiler.is_compiling():
         out = workspace.view(-1)[:size]
@@ -99,7 +117,7 @@ def decompress_nvfp4_csf_scales(
 
 def _check_workspace(workspace: torch.Tensor, scales: NVFP4CSFScales, size: int) -> None:
     if not isinstance(workspace, torch.Tensor):
-        raise ValueError(f"workspace must be a tensor, got {type(workspace).__name__}")
+        raise ValueError(f"workspace must be a tensor, got {kind_of(workspace)}")
     if workspace.dtype != torch.uint8:
         raise ValueError(f"workspace must be torch.uint8, got {workspace.dtype}")
     if workspace.device != scales.device:
@@ -110,18 +128,15 @@ def _check_workspace(workspace: torch.Tensor, scales: NVFP4CSFScales, size: int)
         raise ValueError(f"workspace must hold {size} bytes for scales {scales.shape}, got {workspace.numel()}")
 
 
-def _check_expert_start(expert_start: torch.Tensor, scales: NVFP4CSFScales) -> None:
-    if not isinstance(expert_start, torch.Tensor):
-        raise ValueError(f"expert_start must be a tensor, got {type(expert_start).__name__}")
-    if expert_start.dtype != torch.int32:
-        raise ValueError(f"expert_start must be torch.int32, got {expert_start.dtype}")
-    if expert_start.device != scales.device:
-        raise ValueError(f"expert_start must be on {scales.device} like the scales, got {expert_start.device}")
-    if expert_start.dim() != 1 or not expert_start.is_contiguous() or expert_start.numel() <= scales.num_planes:
-        raise ValueError(
-            f"expert_start must be 1-D and contiguous with at least {scales.num_planes + 1} entries for "
-            f"{scales.num_planes} planes, got shape {tuple(expert_start.shape)}"
-        )
+def check_apart(name: str, workspace: torch.Tensor, size: int, sources: dict[str, torch.Tensor | None]) -> None:
+    """Raise `ValueError` if the first `size` bytes of `workspace`, which are written, are bytes of a tensor that is
+    read meanwhile, or later. Compiled code has no addresses to compare."""
+    if torch.compiler.is_compiling():
+        return
+    begin = workspace.data_ptr()
+    for source, tensor in sources.items():
+        if tensor is not None and begin < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < begin + size:
+            raise ValueError(f"{name} must be memory of its own, got bytes of {source}")
 
 
 def csf_decode(
@@ -168,8 +183,7 @@ def _decode_torch(scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch
     if expert_start is None:
         runs = [(0, num_planes)]
     else:
-        starts = expert_start[: num_planes + 1]
-        runs = [(plane, plane + 1) for plane in (starts[1:] > starts[:-1]).nonzero().view(-1).tolist()]
+        runs = [(plane, plane + 1) for plane in active_experts(expert_start, num_planes)]
     planes_out = out.view(num_planes, -1)
     chunk_planes = max(1, _CHUNK_BYTES // scales.plane_bytes)
     for begin, end in runs:

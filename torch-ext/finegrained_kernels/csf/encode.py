@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..arguments import kind_of, no_dense_tensor
 from ..formats import NVFP4_CSF
 from ..one_thread import on_one_thread
 from .wire import ExceptionList
@@ -42,8 +43,9 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
     One host sync on a GPU of NVIDIA or AMD, to size the exceptions.
     """
     if not isinstance(scales, torch.Tensor) or scales.dtype not in (torch.float8_e4m3fn, torch.uint8):
-        dtype = getattr(scales, "dtype", type(scales).__name__)
-        raise ValueError(f"scales must be float8_e4m3fn or uint8, got {dtype}")
+        raise ValueError(f"scales must be float8_e4m3fn or uint8, got {kind_of(scales)}")
+    if got := no_dense_tensor(scales):
+        raise ValueError(f"scales must be a tensor on a CPU or GPU, got {got}")
     if scales.dim() not in (2, 3) or 0 in scales.shape:
         raise ValueError(f"scales must be [N, C] or [E, N, C] and not empty, got shape {tuple(scales.shape)}")
     NVFP4_CSF.check_plane(*scales.shape[-2:])

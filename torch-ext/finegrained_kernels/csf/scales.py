@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree
 
 from .._ops import add_op_namespace_prefix
+from ..arguments import kind_of, no_dense_tensor
 from ..formats import NVFP4_CSF
 from ..one_thread import on_one_thread
 from .wire import ExceptionList
@@ -33,7 +34,7 @@ def tiles_per_plane(plane_bytes: int) -> int:
     return -(-plane_bytes // TILE_BYTES)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NVFP4CSFScales:
     """`E` compressed scale planes of `N` rows by `C` columns, ready for kernels. Made by `prepare_nvfp4_csf_scales`.
 
@@ -80,6 +81,10 @@ class NVFP4CSFScales:
     def nbytes(self) -> int:
         """Bytes resident on the device."""
         return sum(tensor.nbytes for tensor in self.state_dict().values())
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        return f"NVFP4CSFScales({shape}, {self.nbytes} bytes, {len(self.exceptions)} exceptions, {self.device})"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The tensors by name; `NVFP4CSFScales(**state)` is the same scales again."""
@@ -197,7 +202,7 @@ def _gather_wire(
         fixed, exceptions = [fixed], [exceptions]  # type: ignore[list-item]  # whatever it is, it is checked below
     for name, tensors in (("fixed", fixed), ("exceptions", exceptions)):
         if not isinstance(tensors, (torch.Tensor, ExceptionList, list, tuple)) or not getattr(tensors, "ndim", 1):
-            raise ValueError(f"{name} must be a list of one tensor a plane, got {type(tensors).__name__}")
+            raise ValueError(f"{name} must be a list of one tensor a plane, got {kind_of(tensors)}")
     if not exceptions or len(fixed) != len(exceptions):
         raise ValueError(f"need one fixed and one exceptions tensor a plane, got {len(fixed)} and {len(exceptions)}")
     flat = (slabs[0] * slabs[1],)
@@ -241,11 +246,11 @@ def _check_tensors(
     if set(map(type, tensors)) == {torch.Tensor}:  # the usual hundreds of them, at once
         extent, extents = ("ndim", [1]) if shapes is None else ("shape", shapes)
         kinds = set(map(operator.attrgetter("dtype", extent, "device"), tensors))
-        if kinds <= set(itertools.product(dtypes, extents, [device])):
+        if kinds <= set(itertools.product(dtypes, extents, [device])) and not no_dense_tensor(tensors[0]):
             return
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
-            fault = f"must be a tensor, got {type(tensor).__name__}"
+            fault = f"must be a tensor, got {kind_of(tensor)}"
         elif tensor.dtype not in dtypes:
             fault = f"must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}"
         elif shapes is None and tensor.ndim != 1:
@@ -254,6 +259,8 @@ def _check_tensors(
             fault = f"must have shape {' or '.join(map(str, shapes))}, got {tuple(tensor.shape)}"
         elif tensor.device != device:
             fault = f"must be on {device} like the other tensors, got {tensor.device}"
+        elif got := no_dense_tensor(tensor):
+            fault = f"must be a tensor on a CPU or GPU, got {got}"
         else:
             continue
         raise ValueError(f"{name if len(tensors) == 1 else f'{name}[{i}]'} {fault}")

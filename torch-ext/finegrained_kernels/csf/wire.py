@@ -66,8 +66,21 @@ class ExceptionList(Sequence[torch.Tensor]):
     def __radd__(self, other: Any) -> list[torch.Tensor]:
         return other + list(self) if isinstance(other, list) else NotImplemented
 
+    def __copy__(self) -> list[torch.Tensor]:
+        return list(self)
+
     def __reduce__(self) -> tuple:
-        return list, (list(self),)
+        return list, (), None, map(_PickledWords, self)
 
     def __repr__(self) -> str:
         return f"<{len(self)} tensors of {len(self.words)} exceptions on {self.words.device}>"
+
+
+class _PickledWords:
+    """A uint32 tensor, as pickle takes it; on its own, torch writes what it cannot load."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words.view(torch.int32).clone()  # a view would be stored with all of its memory
+
+    def __reduce__(self) -> tuple:
+        return torch.Tensor.view, (self.words, torch.uint32)

@@ -29,8 +29,10 @@ def matmul_2d(
     """
     if isinstance(b_global_scale, torch.Tensor):
         b_global_scale = b_global_scale.reshape(1, -1)
+    B = B.unsqueeze(0) if isinstance(B, torch.Tensor) else B
+    Bs = Bs.unsqueeze(0) if isinstance(Bs, torch.Tensor) else Bs
     return _run(check_gemm(
-        A, B.unsqueeze(0), As, Bs.unsqueeze(0) if isinstance(Bs, torch.Tensor) else Bs,
+        A, B, As, Bs,
         activation_format=activation_format, gate=gate, act_fn=act_fn,
         swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
         quantize_output=quantize_output, output_dtype=output_dtype,
@@ -52,7 +54,8 @@ def matmul_batched(
     `matmul_grouped`.
     """
     return _run(check_gemm(
-        A, B, As, Bs, expert_ids=expert_ids, gather_idx=gather_idx, scatter_idx=scatter_idx,
+        A, B, As, Bs, expert_ids=required("expert_ids", expert_ids),
+        gather_idx=gather_idx, scatter_idx=scatter_idx,
         activation_format=activation_format, gate=gate, act_fn=act_fn,
         swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
         quantize_output=quantize_output, output_dtype=output_dtype,
@@ -79,8 +82,10 @@ def matmul_grouped(
             kernel goes, with no dense copy, and give the same bits.
         expert_start: int32, E + 1 entries or more, read on the device; expert e owns routed rows
             `[expert_start[e], expert_start[e + 1])`. Rows from `expert_start[E]` on belong to no expert and are 0.
+            Entries begin with 0 and do not decrease, or rows are undefined that none or several own.
         gather_idx: int `[S]`: routed row s reads row `gather_idx[s]` of A. One outside A makes the result row 0.
-        scatter_idx: int `[S]`, a permutation: routed row s is written to row `scatter_idx[s]`.
+        scatter_idx: int `[S]`, a permutation: routed row s is written to row `scatter_idx[s]`, or nowhere if there is
+            none; rows of the result that nothing is written to are undefined.
         activation_format: None: W4A4, activations are quantized to NVFP4 first; "bf16": W4A16, they are used as they
             are.
         gate: B stacks `[gate; up]` rows; the result is `silu(gate) * up`, with `silu(x) = x * sigmoid(alpha * x)`.
@@ -101,12 +106,19 @@ def matmul_grouped(
         ValueError, TypeError: naming the argument.
     """
     return _run(check_gemm(
-        A, B, As, Bs, expert_start=expert_start, gather_idx=gather_idx, scatter_idx=scatter_idx,
+        A, B, As, Bs, expert_start=required("expert_start", expert_start),
+        gather_idx=gather_idx, scatter_idx=scatter_idx,
         activation_format=activation_format, gate=gate, act_fn=act_fn,
         swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
         quantize_output=quantize_output, output_dtype=output_dtype,
         a_global_scale=a_global_scale, b_global_scale=b_global_scale, output_global_scale=output_global_scale,
     ))  # fmt: skip
+
+
+def required(name: str, index: Optional[torch.Tensor]) -> torch.Tensor:
+    if index is None:
+        raise TypeError(f"{name}: expected a tensor, got None")
+    return index
 
 
 def _run(gemm: Gemm) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

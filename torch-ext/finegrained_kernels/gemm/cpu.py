@@ -12,6 +12,7 @@ import torch
 
 from ..csf.decode import decode_planes
 from ..csf.scales import NVFP4CSFScales
+from ..expert_start import rows_of_experts
 from ..nvfp4.quantize import global_from_amax, quantize_groups
 from ..nvfp4.reference import GROUP, e2m1_values, unpack_e2m1
 from ..swizzle import unswizzle_mx_scales
@@ -19,16 +20,22 @@ from .problem import Gemm
 
 
 @torch.no_grad()  # as on a GPU
+@torch.autocast("cpu", enabled=False)  # nor would kernels round products to bf16
 def run_on_cpu(gemm: Gemm) -> list[torch.Tensor]:
     """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. Rows without an expert are 0."""
-    out = torch.zeros(gemm.num_rows, gemm.num_cols, dtype=gemm.output_dtype)
-    packed = torch.empty(gemm.num_rows, gemm.num_cols // 2, dtype=torch.uint8)
-    scales = torch.empty(gemm.num_rows, gemm.num_cols // GROUP, dtype=torch.float8_e4m3fn)
+    out = torch.zeros(gemm.num_rows, gemm.num_cols, dtype=gemm.output_dtype, device="cpu")
+    packed = torch.empty(gemm.num_rows, gemm.num_cols // 2, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(gemm.num_rows, gemm.num_cols // GROUP, dtype=torch.float8_e4m3fn, device="cpu")
     if gemm.quantize_output:
-        packed[:], scales[:] = quantize_groups(out, torch.ones(1))
+        packed[:], scales[:] = quantize_groups(out, ones(1))
     for expert, rows in routed_rows(gemm):
+        if gemm.scatter_idx is None:
+            targets = rows
+        else:
+            targets = gemm.scatter_idx[rows].long()
+            exist = (targets >= 0) & (targets < gemm.num_rows)
+            rows, targets = rows[exist], targets[exist]
         sources = rows if gemm.gather_idx is None else gemm.gather_idx[rows].long()
-        targets = rows if gemm.scatter_idx is None else gemm.scatter_idx[rows].long()
         result = expert_product(gemm, expert, sources).to(gemm.output_dtype)
         if gemm.output_global is not None:
             packed[targets], scales[targets] = quantize_groups(result, of_expert(gemm.output_global, expert))
@@ -42,8 +49,10 @@ def routed_rows(gemm: Gemm) -> Iterator[tuple[int, torch.Tensor]]:
     if gemm.expert_ids is not None:
         groups = ((e, (gemm.expert_ids == e).nonzero()[:, 0]) for e in gemm.expert_ids.unique().tolist())
     else:
-        start = [0, gemm.num_rows] if gemm.expert_start is None else gemm.expert_start.tolist()
-        groups = ((e, torch.arange(start[e], start[e + 1])) for e in range(gemm.num_experts))
+        owned = [(0, range(gemm.num_rows))]
+        if gemm.expert_start is not None:
+            owned = rows_of_experts(gemm.expert_start, gemm.num_experts, gemm.num_rows)
+        groups = ((e, torch.arange(rows.start, rows.stop, device="cpu")) for e, rows in owned)
     for expert, rows in groups:
         if gemm.gather_idx is not None:
             source = gemm.gather_idx[rows]
@@ -72,7 +81,7 @@ def activations(gemm: Gemm, expert: int, sources: torch.Tensor) -> tuple[torch.T
     """The rows an expert reads as float32 [rows, K], and the float32 global that multiplies their products."""
     a = gemm.a[sources]
     if gemm.weight_only:
-        return a.float(), torch.ones(1, 1)
+        return a.float(), ones(1, 1)
     a_global = gemm.a_global
     if a_global is not None:
         a_global = a_global[sources] if a_global.ndim == 2 else of_expert(a_global, expert)
@@ -90,6 +99,11 @@ def expert_scales(gemm: Gemm, expert: int) -> torch.Tensor:
     if plane.ndim == 2:
         return plane
     return unswizzle_mx_scales(plane, num_rows=gemm.b.shape[1], num_cols=gemm.depth // GROUP)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    """On the CPU and of float32, whatever is the default."""
+    return torch.ones(shape, dtype=torch.float32, device="cpu")
 
 
 def of_expert(scale: torch.Tensor, expert: int) -> torch.Tensor:

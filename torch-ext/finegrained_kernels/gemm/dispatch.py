@@ -11,6 +11,7 @@ import triton.language as tl
 from ..csf.decode import decompress_nvfp4_csf_scales
 from ..csf.scales import NVFP4CSFScales
 from ..device import cdiv, next_power_of_2, num_sms, on_device
+from ..expert_start import expert_of_rows
 from ..launching import bind
 from ..nvfp4.quantize_triton import expanded_operands, quantize_rows, quantized_operands
 from ..nvfp4.reference import GROUP
@@ -118,11 +119,9 @@ def row_experts(gemm: Gemm) -> torch.Tensor:
     """The expert [S] of each routed row, clamped into range (rows of no expert multiply no weights)."""
     if gemm.expert_ids is not None:
         return gemm.expert_ids.long().clamp(0, gemm.num_experts - 1)
-    rows = torch.arange(gemm.num_rows, dtype=torch.int32, device=gemm.a.device)
     if gemm.expert_start is None:
-        return torch.zeros_like(rows).long()
-    ends = gemm.expert_start[1 : gemm.num_experts]
-    return torch.searchsorted(ends, rows, right=True)
+        return torch.zeros(gemm.num_rows, dtype=torch.int64, device=gemm.a.device)
+    return expert_of_rows(gemm.expert_start, gemm.num_experts, gemm.num_rows)
 
 
 def kernel_arguments(gemm: Gemm, operands, x_global, gather_idx, outputs) -> tuple[tuple, dict]:

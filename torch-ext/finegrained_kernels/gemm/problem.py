@@ -7,7 +7,9 @@ from typing import Optional, Union
 
 import torch
 
+from ..arguments import as_float32, kind_of, no_dense_tensor
 from ..csf.scales import NVFP4CSFScales
+from ..expert_start import check_expert_start
 from ..nvfp4.quantize import as_global
 from ..nvfp4.reference import GROUP
 from ..swizzle import swizzled_shape
@@ -74,8 +76,8 @@ def fault(name: str, expected: str, got: object) -> ValueError:
 
 def check_weights(B: torch.Tensor, Bs: Scales | None, gate: bool) -> Scales:
     """`Bs`, if B is packed weights [E, N, K/2] and these their scales: dense [E, N, K/16], swizzled or compressed."""
-    if B.dtype not in (torch.uint8, torch.int8):
-        raise TypeError(f"B: expected packed uint8 or int8, got {B.dtype}")
+    if not isinstance(B, torch.Tensor) or B.dtype not in (torch.uint8, torch.int8):
+        raise TypeError(f"B: expected packed uint8 or int8, got {kind_of(B)}")
     shape = tuple(B.shape)
     if len(shape) != 3:
         raise fault("B", "shape (E, N, K/2)", shape)
@@ -93,7 +95,7 @@ def check_weights(B: torch.Tensor, Bs: Scales | None, gate: bool) -> Scales:
             raise fault("Bs", f"compressed scales of shape {dense}", Bs.shape)
         return Bs
     if not isinstance(Bs, torch.Tensor):
-        raise TypeError(f"Bs: expected a tensor of scale bytes or NVFP4CSFScales, got {type(Bs).__name__}")
+        raise TypeError(f"Bs: expected a tensor of scale bytes or NVFP4CSFScales, got {kind_of(Bs)}")
     if Bs.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise TypeError(f"Bs: expected float8_e4m3fn or its uint8 bytes, got {Bs.dtype}")
     if tuple(Bs.shape) != dense:
@@ -104,6 +106,10 @@ def check_weights(B: torch.Tensor, Bs: Scales | None, gate: bool) -> Scales:
 
 
 def check_activations(A: torch.Tensor, As: torch.Tensor | None, depth: int, weight_only: bool) -> None:
+    if not isinstance(A, torch.Tensor):
+        raise TypeError(f"A: expected a tensor, got {kind_of(A)}")
+    if got := no_dense_tensor(A):
+        raise fault("A", "a tensor on a CPU or GPU", got)
     if A.ndim != 2:
         raise fault("A", "shape (M, K)", tuple(A.shape))
     if As is None:
@@ -118,8 +124,8 @@ def check_activations(A: torch.Tensor, As: torch.Tensor | None, depth: int, weig
         raise fault("As", "None with activation_format='bf16'", "a tensor")
     if A.dtype not in (torch.uint8, torch.int8):
         raise TypeError(f"A: expected packed uint8 or int8 beside As, got {A.dtype}")
-    if As.dtype not in (torch.float8_e4m3fn, torch.uint8):
-        raise TypeError(f"As: expected float8_e4m3fn or its uint8 bytes, got {As.dtype}")
+    if not isinstance(As, torch.Tensor) or As.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise TypeError(f"As: expected float8_e4m3fn or its uint8 bytes, got {kind_of(As)}")
     if A.shape[1] != depth // 2:
         raise fault("A", f"K/2 = {depth // 2} columns", f"shape {tuple(A.shape)}")
     shape = (A.shape[0], depth // GROUP)
@@ -142,8 +148,8 @@ def normalize_global(
 def check_index(name: str, index: torch.Tensor | None, device: torch.device, length: int | None = None) -> None:
     if index is None:
         return
-    if index.dtype not in INDEX_DTYPES:
-        raise TypeError(f"{name}: expected int32 or int64, got {index.dtype}")
+    if not isinstance(index, torch.Tensor) or index.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected int32 or int64, got {kind_of(index)}")
     if index.ndim != 1:
         raise fault(name, "one dimension", tuple(index.shape))
     if index.device != device:
@@ -186,8 +192,9 @@ def check_gemm(
         raise fault("swiglu_alpha and swiglu_limit", "None without gate", "a value")
     weight_only = activation_format == "bf16"
     scales = check_weights(B, Bs, gate)
-    num_experts, depth, device = B.shape[0], B.shape[2] * 2, A.device
+    num_experts, depth = B.shape[0], B.shape[2] * 2
     check_activations(A, As, depth, weight_only)
+    device = A.device
     for name, tensor in (("B", B), ("Bs", scales), ("As", As)):
         if tensor is not None and tensor.device != device:
             raise fault(name, f"device {device}, as A has", tensor.device)
@@ -197,11 +204,9 @@ def check_gemm(
     check_index("expert_ids", expert_ids, device, rows)
     check_index("scatter_idx", scatter_idx, device, rows)
     if expert_start is not None:
-        if expert_start.dtype != torch.int32:
-            raise TypeError(f"expert_start: expected int32, got {expert_start.dtype}")
-        check_index("expert_start", expert_start, device)
-        if expert_start.shape[0] <= num_experts:
-            raise fault("expert_start", f"E + 1 = {num_experts + 1} entries or more", expert_start.shape[0])
+        if isinstance(expert_start, torch.Tensor):
+            expert_start = expert_start.contiguous()
+        check_expert_start(expert_start, num_experts, device)
 
     if weight_only and a_global_scale is not None:
         raise fault("a_global_scale", "None with activation_format='bf16'", "a value")
@@ -225,12 +230,12 @@ def check_gemm(
         b_scales=scales,
         b_global=b_global.reshape(len(b_global), -1).expand(num_experts, b_columns),
         expert_ids=contiguous(expert_ids),
-        expert_start=contiguous(expert_start),
+        expert_start=expert_start,
         gather_idx=contiguous(gather_idx),
         scatter_idx=contiguous(scatter_idx),
         gate=gate,
-        alpha=1.0 if swiglu_alpha is None else float(swiglu_alpha),
-        limit=None if swiglu_limit is None else float(swiglu_limit),
+        alpha=1.0 if swiglu_alpha is None else as_float32("swiglu_alpha", swiglu_alpha),
+        limit=None if swiglu_limit is None else as_float32("swiglu_limit", swiglu_limit),
         quantize_output=quantize_output,
         output_global=normalize_global("output_global_scale", output_global_scale, A.device, ((num_experts,),))
         if quantize_output

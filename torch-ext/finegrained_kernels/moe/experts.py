@@ -7,7 +7,8 @@ from typing import Union
 
 import torch
 
-from ..csf.decode import csf_workspace_size
+from ..arguments import kind_of
+from ..csf.decode import check_apart, csf_workspace_size
 from ..csf.scales import NVFP4CSFScales
 
 Scales = Union[torch.Tensor, NVFP4CSFScales]
@@ -78,6 +79,8 @@ class NVFP4Experts:
             if value is not None and tuple(value.shape) not in shapes:
                 raise ValueError(f"{name} must have one of the shapes {shapes}, got {tuple(value.shape)}")
         scratch = self.scratch
+        if scratch is not None and not isinstance(scratch, torch.Tensor):
+            raise TypeError(f"scratch must be a tensor, got {kind_of(scratch)}")
         if scratch is not None and (scratch.dtype != torch.uint8 or scratch.device != self.gate_up.device):
             device = self.gate_up.device
             raise ValueError(f"scratch must be torch.uint8 on {device}, got {scratch.dtype} on {scratch.device}")
@@ -85,6 +88,8 @@ class NVFP4Experts:
             raise ValueError(
                 f"scratch must be contiguous and hold {self.scratch_size} bytes, got shape {tuple(scratch.shape)}"
             )
+        if scratch is not None:
+            check_apart("scratch", scratch, self.scratch_size, self._tensors())
 
     def _check_tensor(self, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
         value = getattr(self, name)
@@ -92,8 +97,7 @@ class NVFP4Experts:
             return
         is_compressed = name.endswith("_scales") and isinstance(value, NVFP4CSFScales)
         if not is_compressed and (not isinstance(value, torch.Tensor) or value.dtype not in dtypes):
-            got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {got}")
+            raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {kind_of(value)}")
         if value.device != self.gate_up.device:
             raise ValueError(f"{name} must be on {self.gate_up.device} like gate_up, got {value.device}")
 
@@ -113,6 +117,17 @@ class NVFP4Experts:
     def scratch_size(self) -> int:
         """Bytes of scratch that decoding all compressed scales of these experts takes; 0 if they are dense."""
         return sum(csf_workspace_size(scales) for scales in self._compressed())
+
+    def _tensors(self) -> dict[str, torch.Tensor | None]:
+        """All but the scratch, those of compressed scales by the names that they have there."""
+        tensors: dict[str, torch.Tensor | None] = {}
+        for name in FIELD_DTYPES:
+            value = getattr(self, name)
+            if isinstance(value, NVFP4CSFScales):
+                tensors.update({f"{name}.{part}": tensor for part, tensor in value.state_dict().items()})
+            else:
+                tensors[name] = value
+        return tensors
 
     def _compressed(self) -> list[NVFP4CSFScales]:
         return [scales for scales in (self.gate_up_scales, self.down_scales) if isinstance(scales, NVFP4CSFScales)]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import kind_of, no_dense_tensor
 from ..gemm.api import matmul_batched, matmul_grouped
 from ..gemm.config import reads_compressed_on
 from ..nvfp4.reference import GROUP
@@ -187,7 +188,13 @@ def _check_call(
     activation_format: str | None,
 ) -> None:
     """All that the kernels would find wrong, before the first of them runs."""
+    if other := no_dense_tensor(experts.gate_up):
+        raise ValueError(f"experts must be on a CPU or GPU, got {other}")
     device = experts.gate_up.device
+    named = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {kind_of(tensor)}")
     if hidden_states.dim() != 2 or hidden_states.shape[1] != experts.hidden_size:
         raise ValueError(f"hidden_states must be [M, {experts.hidden_size}], got shape {tuple(hidden_states.shape)}")
     num_tokens = hidden_states.shape[0]
@@ -202,7 +209,6 @@ def _check_call(
         raise TypeError(f"top_k_index must be torch.int32 or torch.int64, got {top_k_index.dtype}")
     if not top_k_weights.is_floating_point():
         raise TypeError(f"top_k_weights must be floating point, got {top_k_weights.dtype}")
-    named = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
     for name, tensor in named.items():
         if tensor.device != device:
             raise ValueError(f"{name} must be on {device} like the experts, got {tensor.device}")

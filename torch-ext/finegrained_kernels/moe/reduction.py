@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..arguments import kind_of, no_dense_tensor
 from .routing import INDEX_DTYPES
 
 
@@ -17,6 +18,15 @@ def weighted_reduce(
     A choice whose index is outside 0..num_experts-1 adds nothing; its row is never read into the sum.
     Raises ValueError or TypeError naming the argument.
     """
+    named = {"rows": rows, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {kind_of(tensor)}")
+    if got := no_dense_tensor(rows):
+        raise ValueError(f"rows: expected a tensor on a CPU or GPU, got {got}")
+    for name, tensor in named.items():
+        if tensor.device != rows.device:
+            raise ValueError(f"{name}: expected device {rows.device}, as rows has, got {tensor.device}")
     if top_k_index.dtype not in INDEX_DTYPES:
         raise TypeError(f"top_k_index: expected int32 or int64, got {top_k_index.dtype}")
     if not (rows.is_floating_point() and top_k_weights.is_floating_point()):
@@ -37,7 +47,7 @@ def _reduce_on_device(rows, top_k_index, top_k_weights, num_experts: int) -> tor
         from .reduction_triton import weighted_reduce_on_gpu  # Triton may be absent where only the CPU is used
 
         return weighted_reduce_on_gpu(rows, top_k_index, top_k_weights, num_experts)
-    total = torch.zeros(top_k_index.shape[0], rows.shape[1], dtype=torch.float32)
+    total = torch.zeros(top_k_index.shape[0], rows.shape[1], dtype=torch.float32, device=rows.device)
     for choice in range(top_k_index.shape[1]):
         valid = (top_k_index[:, choice] >= 0) & (top_k_index[:, choice] < num_experts)
         terms = rows[choice :: top_k_index.shape[1]].float() * top_k_weights[:, choice, None].float()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Tuple
 
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..arguments import kind_of, no_dense_tensor
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -21,10 +23,18 @@ def compute_grouped_scheduling(
     Returns int32 (expert_start [E + 1], gather_idx [S], scatter_idx [S]): sorted row s of expert e, expert_start[e] <=
     s < expert_start[e + 1], is choice scatter_idx[s] % num_top_k of token gather_idx[s] = scatter_idx[s] // num_top_k.
     On a GPU few rows take one launch (routing_triton.py), more take torch's sort.
-    Raises TypeError for ids of another dtype, ValueError for a number of them that num_top_k does not divide.
+    Raises TypeError for ids of another dtype and for numbers that are no int, ValueError for a number of ids that
+    num_top_k does not divide, no expert, and a device that is no CPU or GPU.
     """
-    if expert_ids.dtype not in INDEX_DTYPES:
-        raise TypeError(f"expert_ids: expected int32 or int64, got {expert_ids.dtype}")
+    if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in INDEX_DTYPES:
+        raise TypeError(f"expert_ids: expected int32 or int64, got {kind_of(expert_ids)}")
+    if got := no_dense_tensor(expert_ids):
+        raise ValueError(f"expert_ids: expected a tensor on a CPU or GPU, got {got}")
+    for name, value in (("num_experts", num_experts), ("num_top_k", num_top_k)):
+        if not isinstance(value, int) and not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name}: expected an int, got {kind_of(value)}")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: expected 1 or more, got {num_experts}")
     if num_top_k < 1 or expert_ids.numel() % num_top_k:
         raise ValueError(f"expert_ids: expected a multiple of num_top_k = {num_top_k} ids, got {expert_ids.numel()}")
     ids = expert_ids.reshape(-1)

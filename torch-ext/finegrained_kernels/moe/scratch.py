@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
+from ..csf.decode import csf_workspace_size, decode_into
 from ..csf.scales import NVFP4CSFScales
 from ..device import on_device
 from .experts import NVFP4Experts, Scales
@@ -152,9 +152,7 @@ def decode_scales(
         if isinstance(scales, NVFP4CSFScales):
             if part is None:
                 part = torch.empty(csf_workspace_size(scales), dtype=torch.uint8, device=scales.device)
-            dense.append(
-                decompress_nvfp4_csf_scales(scales, workspace=part, expert_start=expert_start, max_active=max_active)
-            )
+            dense.append(decode_into(part, scales, expert_start, max_active))
         else:
             dense.append(scales)
     return dense

@@ -15,11 +15,13 @@ recipe in its order of operations; the bounds on `global` and `byte` are what it
 
 from __future__ import annotations
 
+import math
 from typing import Optional, Tuple
 
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..arguments import as_float32, kind_of, no_dense_tensor
 from .reference import E2M1_MAX, E4M3_MAX, GROUP
 
 GLOBAL_MIN = 2.0**-117
@@ -73,7 +75,7 @@ def nvfp4_quantize_two_level(
     """
     _check_values("weight", weight, min_ndim=2)
     lead = weight.shape[:-2]
-    flat = weight.reshape(-1, *weight.shape[-2:])
+    flat = weight.reshape(math.prod(lead), *weight.shape[-2:])
     amax = flat.abs().amax((-2, -1)) if flat.numel() else flat.new_zeros(flat.shape[0])
     if not bool(torch.isfinite(amax).all()):
         bad = int((~torch.isfinite(amax)).nonzero()[0])
@@ -156,7 +158,8 @@ def _nvfp4_act_quant_fake(x, a_global_scale):
 def as_global(name: str, scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     """A second-level scale as a float32 tensor on `device`; refuses other dtypes (a default dtype may have cast it)."""
     if not isinstance(scale, torch.Tensor):
-        return torch.full((), float(scale), dtype=torch.float32, device=device)  # a fill: it may be captured in a graph
+        number = as_float32(name, scale)
+        return torch.full((), number, dtype=torch.float32, device=device)  # a fill: it may be captured in a graph
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: expected float32, got {scale.dtype}")
     if scale.device != device:
@@ -166,9 +169,10 @@ def as_global(name: str, scale: torch.Tensor | float, device: torch.device) -> t
 
 def _check_values(name: str, values: torch.Tensor, min_ndim: int) -> None:
     if not isinstance(values, torch.Tensor) or values.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        got = getattr(values, "dtype", type(values).__name__)
-        raise TypeError(f"{name}: expected a bfloat16, float16 or float32 tensor, got {got}")
+        raise TypeError(f"{name}: expected a bfloat16, float16 or float32 tensor, got {kind_of(values)}")
+    if got := no_dense_tensor(values):
+        raise ValueError(f"{name}: expected a tensor on a CPU or GPU, got {got}")
     if values.ndim < min_ndim:
         raise ValueError(f"{name}: expected at least {min_ndim} dimensions, got shape {tuple(values.shape)}")
-    if values.shape[-1] % GROUP:
-        raise ValueError(f"{name}: expected K % {GROUP} == 0, got K = {values.shape[-1]}")
+    if values.shape[-1] % GROUP or not values.shape[-1]:
+        raise ValueError(f"{name}: expected K % {GROUP} == 0 and above 0, got K = {values.shape[-1]}")

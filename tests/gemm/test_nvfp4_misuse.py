@@ -1,0 +1,278 @@
+"""Arguments that nobody means: refused in one line, or the same on a CPU and a GPU; and surroundings that must not
+matter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from experts import compressed, dequantize, make_call, make_experts
+from numeric import DEVICES
+
+E, N, K, S = 3, 32, 64, 6
+every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def make_problem(bundle, device: str = "cpu"):
+    generator = torch.Generator().manual_seed(0)
+    packed, scales, factors = bundle.nvfp4_quantize_two_level(torch.randn(E, N, K, generator=generator))
+    x = torch.randn(S, K, generator=generator).bfloat16()
+    products = x.double() @ dequantize(packed, scales, factors[:, None]).transpose(1, 2)  # [E, S, N]
+    return x.to(device), packed.to(device), scales.to(device), factors.to(device), products
+
+
+def check_rows(out: torch.Tensor, rows: dict[int, torch.Tensor]) -> None:
+    """`rows` are those of the result that are defined."""
+    for row, expected in rows.items():
+        assert torch.allclose(out[row].double().cpu(), expected, rtol=2**-7, atol=2**-7), row
+
+
+STARTS = {  # rows that one expert alone owns, and those that none owns, behind the last entry
+    "too large": ([0, 2, 4, 9], {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}),
+    "all too large": ([7, 8, 9, 10], {}),
+    "negative": ([-3, 2, 4, 6], {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}),
+    "negative inside": ([0, 2, -5, 6], {}),
+    "decreasing": ([0, 4, 2, 6], {0: 0, 1: 0, 4: 2, 5: 2}),
+    "falling": ([6, 4, 2, 0], {}),
+    "extreme": ([0, 2, 4, 2**31 - 1], {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}),
+    "all negative": ([-9, -8, -7, -6], {}),
+}
+
+
+@every_device
+@pytest.mark.parametrize("indices", ["none", "gather and scatter"])
+@pytest.mark.parametrize("name", STARTS)
+def test_expert_starts_that_are_no_sequence(bundle, device, name, indices):
+    """Rows that are owned as documented are right, and nothing outside is read or written."""
+    x, packed, scales, factors, products = make_problem(bundle, device)
+    entries, owners = STARTS[name]
+    start = torch.tensor(entries, dtype=torch.int32, device=device)
+    options = {"activation_format": "bf16", "b_global_scale": factors}
+    order = list(range(S))
+    if indices != "none":
+        order = [3, 0, 5, 1, 4, 2]
+        index = torch.tensor(order, device=device)
+        options |= {"gather_idx": index, "scatter_idx": index}
+    out = bundle.matmul_grouped(x, packed, None, scales, expert_start=start, **options)
+    assert out.shape == (S, N)
+    check_rows(out, {order[row]: products[expert, order[row]] for row, expert in owners.items()})
+
+
+@every_device
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("bad", [S, S + 3, -1, -S, 2**40])
+def test_targets_outside_the_result_are_dropped(bundle, device, bad, gate):
+    x, packed, scales, factors, _ = make_problem(bundle, device)
+    options = {"activation_format": "bf16", "b_global_scale": factors, "gate": gate}
+    start = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=device)
+    whole = bundle.matmul_grouped(x, packed, None, scales, expert_start=start, **options)
+    scatter = torch.tensor([1, bad, 3, 4, bad, 0], device=device)
+    out = bundle.matmul_grouped(x, packed, None, scales, expert_start=start, scatter_idx=scatter, **options)
+    for row, target in ((0, 1), (2, 3), (3, 4), (5, 0)):
+        assert torch.equal(out[target], whole[row])
+
+
+@every_device
+def test_decoding_takes_starts_as_they_are(bundle, device):
+    planes = torch.randint(40, 50, (E, N, K // 16), dtype=torch.uint8, device=device)
+    scales = bundle.prepare_nvfp4_csf_scales(*bundle.compress_nvfp4_csf_scales(planes), num_rows=N, num_cols=K // 16)
+    for entries, active in (([5, 2, 9, -4], [1]), ([-9, -8, -8, 2**31 - 1], [0, 2]), ([3, 2, 1, 0], [])):
+        workspace = torch.zeros(planes.numel(), dtype=torch.uint8, device=device)
+        start = torch.tensor(entries, dtype=torch.int32, device=device)
+        bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace, expert_start=start)
+        expected = torch.zeros_like(planes)
+        expected[active] = planes[active]
+        assert torch.equal(workspace.view(planes.shape), expected)
+
+
+@every_device
+@pytest.mark.parametrize("part", ["bases", "codes", "exceptions", "exception_offsets", "expert_start"])
+def test_workspaces_that_overlap_what_is_read(bundle, device, part):
+    """Also when they only end in it, or begin in its last byte; beside it they are taken."""
+    planes = torch.randint(0, 256, (E, 16, 32), dtype=torch.uint8, device=device)
+    scales = bundle.prepare_nvfp4_csf_scales(*bundle.compress_nvfp4_csf_scales(planes), num_rows=16, num_cols=32)
+    start = torch.arange(E + 1, dtype=torch.int32, device=device)
+    tensors = {**scales.state_dict(), "expert_start": start}
+    used, size = tensors[part].nbytes, planes.numel()
+    memory = torch.zeros(2 * size + used + 64, dtype=torch.uint8, device=device)
+    inside = memory[size : size + used].view(tensors[part].dtype).view(tensors[part].shape)
+    inside.copy_(tensors[part])
+    tensors[part] = inside
+    start = tensors.pop("expert_start")
+    scales = type(scales)(**tensors)
+    before = memory.clone()
+    for first in (1, size // 2, size + used - 1):
+        with pytest.raises(ValueError, match=f"workspace must be memory of its own, got bytes of {part}"):
+            bundle.decompress_nvfp4_csf_scales(scales, workspace=memory[first:], expert_start=start)
+    assert torch.equal(memory, before)
+    for first in (0, size + used):
+        decoded = bundle.decompress_nvfp4_csf_scales(scales, workspace=memory[first:], expert_start=start)
+        assert torch.equal(decoded.view(torch.uint8), planes)
+
+
+def test_scratches_that_overlap_the_experts(bundle):
+    experts = make_experts(bundle, "cpu")
+    staged = compressed(bundle, experts)
+    for name, memory in (("down", experts.down), ("gate_up_scales.codes", staged.gate_up_scales.codes)):
+        shared = torch.zeros(staged.scratch_size + memory.nbytes, dtype=torch.uint8)
+        inside = shared[-memory.nbytes :].view(memory.shape)
+        inside.copy_(memory)
+        changed = {name: inside} if name == "down" else {}
+        if not changed:
+            changed = {"gate_up_scales": dataclasses.replace(staged.gate_up_scales, codes=inside)}
+        dataclasses.replace(staged, scratch=shared, **changed)
+        with pytest.raises(ValueError, match=f"scratch must be memory of its own, got bytes of {name}"):
+            dataclasses.replace(staged, scratch=shared[1:], **changed)
+
+
+def test_meta_tensors_are_refused(bundle):
+    x, packed, scales, factors, _ = (tensor.to("meta") for tensor in make_problem(bundle))
+    planes = torch.randint(40, 50, (E, N, 4), dtype=torch.uint8)
+    fixed, words = bundle.compress_nvfp4_csf_scales(planes)
+    resident = bundle.prepare_nvfp4_csf_scales(fixed, words, num_rows=N, num_cols=4).to("meta")
+    start = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device="meta")
+    ids = torch.zeros(S, dtype=torch.int64, device="meta")
+    words = [own.to("meta") for own in words]
+    for call in (
+        lambda: bundle.matmul_2d(x, packed[0], None, scales[0]),
+        lambda: bundle.matmul_2d(x, packed[0], None, scales[0], activation_format="bf16"),
+        lambda: bundle.matmul_grouped(x, packed, None, scales, expert_start=start),
+        lambda: bundle.matmul_batched(x, packed, None, scales, expert_ids=ids),
+        lambda: bundle.nvfp4_act_quant(x),
+        lambda: bundle.nvfp4_quantize_two_level(x),
+        lambda: bundle.compress_nvfp4_csf_scales(planes.to("meta")),
+        lambda: bundle.prepare_nvfp4_csf_scales(fixed.to("meta"), words, num_rows=N, num_cols=4),
+        lambda: bundle.prepare_nvfp4_csf_scales(list(fixed.to("meta")), words, num_rows=N, num_cols=4),
+        lambda: bundle.decompress_nvfp4_csf_scales(resident),
+        lambda: bundle.csf_workspace_size(resident),
+        lambda: bundle.compute_grouped_scheduling(ids, E, 2),
+        lambda: bundle.weighted_reduce(x, ids.view(3, 2), torch.ones(3, 2, device="meta"), E),
+    ):
+        with pytest.raises(ValueError, match=r"^[^\n]*on a CPU or GPU, got a tensor on meta$"):
+            call()
+    experts = make_experts(bundle, "cpu")
+    fields = {field.name: getattr(experts, field.name) for field in dataclasses.fields(experts)}
+    experts = type(experts)(**{name: value if value is None else value.to("meta") for name, value in fields.items()})
+    with pytest.raises(ValueError, match="experts must be on a CPU or GPU, got a tensor on meta"):
+        bundle.moe_forward(experts, *(tensor.to("meta") for tensor in make_call("cpu", 3, 2)))
+
+
+@every_device
+def test_quantizing_no_rows(bundle, device):
+    for lead in ((), (2,), (0,), (2, 0)):
+        packed, scales, factors = bundle.nvfp4_quantize_two_level(torch.zeros(*lead, 0, 32, device=device))
+        assert packed.shape == (*lead, 0, 16) and packed.dtype == torch.uint8
+        assert scales.shape == (*lead, 0, 2) and scales.dtype == torch.float8_e4m3fn
+        assert torch.equal(factors, torch.ones(lead, device=device))
+    for call in (bundle.nvfp4_quantize_two_level, bundle.nvfp4_act_quant):
+        with pytest.raises(ValueError, match="K % 16 == 0 and above 0, got K = 0"):
+            call(torch.zeros(3, 0, device=device))
+
+
+@every_device
+@pytest.mark.parametrize("number", [1e39, -1e39, 10**400, np.float64(3.5e38)])
+def test_numbers_that_float32_has_not(bundle, device, number):
+    x, packed, scales, _, _ = make_problem(bundle, device)
+    call = (x, packed[0], None, scales[0])
+    for name, run in (
+        ("b_global_scale", lambda: bundle.matmul_2d(*call, b_global_scale=number)),
+        ("a_global_scale", lambda: bundle.matmul_2d(*call, a_global_scale=number)),
+        ("output_global_scale", lambda: bundle.matmul_2d(*call, quantize_output=True, output_global_scale=number)),
+        ("swiglu_limit", lambda: bundle.matmul_2d(*call, gate=True, swiglu_limit=number)),
+        ("swiglu_alpha", lambda: bundle.matmul_2d(*call, gate=True, swiglu_alpha=number)),
+        ("global_scale", lambda: bundle.nvfp4_quantize_two_level(x, global_scale=number)),
+        ("a_global_scale", lambda: bundle.nvfp4_act_quant(x, number)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected a number that float32 can hold, got -?[1-9]"):
+            run()
+    with pytest.raises(TypeError, match=r"^b_global_scale: expected a number, got str$"):
+        bundle.matmul_2d(*call, b_global_scale="1")
+
+
+def test_arrays_are_no_tensors(bundle):
+    """A numpy array has a dtype that reads like torch's."""
+    x, packed, scales, _, _ = make_problem(bundle)
+    start, ids = np.zeros(E + 1, np.int32), np.zeros(S, np.int64)
+    tensor_start = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    planes = np.zeros((2, 16, 4), np.uint8)
+    fixed, words = bundle.compress_nvfp4_csf_scales(torch.from_numpy(planes))
+    resident = bundle.prepare_nvfp4_csf_scales(fixed, words, num_rows=16, num_cols=4)
+    top_k = torch.zeros(3, 2, dtype=torch.int64)
+    for name, call in {
+        "A": lambda: bundle.matmul_2d(np.zeros((S, K), np.float32), packed[0], None, scales[0]),
+        "B": lambda: bundle.matmul_2d(x, packed[0].numpy(), None, scales[0]),
+        "Bs": lambda: bundle.matmul_2d(x, packed[0], None, scales[0].view(torch.uint8).numpy()),
+        "As": lambda: bundle.matmul_2d(packed[0], packed[0], scales[0].view(torch.uint8).numpy(), scales[0]),
+        "expert_ids": lambda: bundle.matmul_batched(x, packed, None, scales, expert_ids=ids),
+        "expert_start": lambda: bundle.matmul_grouped(x, packed, None, scales, expert_start=start),
+        "gather_idx": lambda: bundle.matmul_grouped(x, packed, None, scales, expert_start=tensor_start, gather_idx=ids),
+        "x": lambda: bundle.nvfp4_act_quant(np.zeros((S, K), np.float32)),
+        "weight": lambda: bundle.nvfp4_quantize_two_level(np.zeros((S, K), np.float32)),
+        "scales": lambda: bundle.compress_nvfp4_csf_scales(planes),
+        "fixed": lambda: bundle.prepare_nvfp4_csf_scales(fixed.numpy(), words, num_rows=16, num_cols=4),
+        "workspace": lambda: bundle.decompress_nvfp4_csf_scales(resident, workspace=np.zeros(999, np.uint8)),
+        "expert_start ": lambda: bundle.decompress_nvfp4_csf_scales(resident, expert_start=start),
+        "rows": lambda: bundle.weighted_reduce(np.zeros((6, 4), np.float32), top_k, torch.ones(3, 2), E),
+        "top_k_index": lambda: bundle.weighted_reduce(torch.zeros(6, 4), top_k.numpy(), torch.ones(3, 2), E),
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=rf"^{name.strip()}[: ][^\n]*, got numpy\.ndarray$"):
+            call()
+    for name, call in {
+        "expert_start": lambda: bundle.matmul_grouped(x, packed, None, scales, expert_start=None),
+        "expert_ids": lambda: bundle.matmul_batched(x, packed, None, scales, expert_ids=None),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name}: expected a tensor, got None$"):
+            call()
+
+
+def surroundings():
+    return {
+        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
+        "meta by default": torch.device("meta"),
+        "inference": torch.inference_mode(),
+        "gradients": torch.enable_grad(),
+        "float64 by default": float64_by_default(),
+    }
+
+
+@contextlib.contextmanager
+def float64_by_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", list(surroundings()))
+def test_surroundings_do_not_matter(bundle, name):
+    """Bit for bit: autocast would round products, models are built under `torch.device("meta")`."""
+    x, packed, scales, factors, _ = make_problem(bundle)
+    start = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
+    experts = make_experts(bundle, "cpu")
+    call = make_call("cpu", 5, 2)
+    weight = torch.randn(N, K)
+
+    def run() -> list[torch.Tensor]:
+        options = {"expert_start": start, "b_global_scale": factors}
+        return [
+            bundle.matmul_grouped(x, packed, None, scales, activation_format="bf16", **options),
+            bundle.matmul_grouped(x, packed, None, scales, **options),
+            *bundle.matmul_grouped(x, packed, None, scales, quantize_output=True, **options),
+            bundle.matmul_2d(x, packed[0], None, scales[0], gate=True, swiglu_limit=7.0, b_global_scale=2.0),
+            *bundle.nvfp4_act_quant(x),
+            *bundle.nvfp4_quantize_two_level(weight),
+            bundle.moe_forward(experts, *call, activation_format="bf16"),
+            bundle.moe_forward(experts, *call),
+        ]
+
+    expected = run()
+    with surroundings()[name]:
+        actual = run()
+    for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert one.dtype == other.dtype and one.device == other.device, i
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)), i
