@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _CPU_BATCH_BYTES = 2 << 20
 _GPU_BATCH_BYTES = 64 << 20
 
-ReadInto = Callable[[str, memoryview], None]
-"""Fills the view with the bytes of the tensor of that name."""
+ReadInto = Callable[[Plane, memoryview], None]
+"""Fills the view with the bytes of a dense plane."""
 
 
 class Encoded(NamedTuple):
@@ -53,22 +53,27 @@ def batches(planes: Mapping[str, Plane], device: torch.device | str) -> Iterator
 def encode(
     bundle: ModuleType, planes: Mapping[str, Plane], read_into: ReadInto, device: torch.device | str, shard: str
 ) -> tuple[dict[str, Encoded], dict[str, str]]:
-    """Compress the planes of one shard: those that shrink, by name, and why the others stay dense."""
+    """Compress the planes of one shard: those that shrink, by name, and why other tensors of scales stay dense.
+
+    A stack of experts is one tensor: it stays dense if a plane of it has to, or if all of it would not shrink.
+    """
     import torch
 
     encoded: dict[str, Encoded] = {}
     dense: dict[str, str] = {}
     fits = {}
+    before: dict[str, int] = {}
+    after: dict[str, int] = {}
     for name, plane in planes.items():
         if problem := geometry_problem(plane.rows, plane.cols):
-            dense[name] = problem
+            dense[plane.scale] = problem
         else:
             fits[name] = plane
     for batch in batches(fits, device):
         first = batch[0]
         data = memoryview(bytearray(len(batch) * first.nbytes))
         for i, plane in enumerate(batch):
-            read_into(plane.name, data[i * first.nbytes : (i + 1) * first.nbytes])
+            read_into(plane, data[i * first.nbytes : (i + 1) * first.nbytes])
         source = torch.frombuffer(data, dtype=torch.uint8).view(len(batch), first.rows, first.cols).to(device)
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(source)
         scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=first.rows, num_cols=first.cols)
@@ -81,11 +86,13 @@ def encode(
         size, end = fixed.shape[1], 0
         for i, plane in enumerate(batch):
             begin, end = end, end + exceptions[i].nbytes
-            if size + end - begin >= plane.nbytes:
-                dense[plane.name] = f"would take {size + end - begin} bytes instead of {plane.nbytes}"
-            else:
-                encoded[plane.name] = Encoded(streams[i * size : (i + 1) * size], words[begin:end])
-    return encoded, dense
+            before[plane.scale] = before.get(plane.scale, 0) + plane.nbytes
+            after[plane.scale] = after.get(plane.scale, 0) + size + end - begin
+            encoded[plane.name] = Encoded(streams[i * size : (i + 1) * size], words[begin:end])
+    for scale, nbytes in before.items():
+        if after[scale] >= nbytes:
+            dense[scale] = f"would take {after[scale]} bytes instead of {nbytes}"
+    return {name: own for name, own in encoded.items() if planes[name].scale not in dense}, dense
 
 
 def decode(bundle: ModuleType, batch: Sequence[Plane], reader: TensorReader, device: torch.device | str) -> memoryview:

@@ -46,7 +46,7 @@ def compress(
     device: Device = "cpu",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report sizes from headers alone; write nothing.")] = False,
 ) -> None:
-    """Compress the NVFP4 expert scales of a checkpoint, losslessly. Run it again to resume."""
+    """Compress the NVFP4 scales of a checkpoint, losslessly. Run it again to resume."""
     if dry_run:
         with _errors():
             plan = checkpoints.plan_compression(
@@ -183,15 +183,20 @@ def _size(count: float) -> str:
 
 
 def _print_report(report: InspectReport) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     table = Table(title=f"{report.name}: {report.layout}, {report.shards} shards, {report.tensors} tensors")
-    for name in ("layer", "projection", "planes", "compressed", "plane", "dense", "stored", "exceptions"):
-        table.add_column(name, justify="left" if name in ("layer", "projection") else "right", no_wrap=name == "layer")
+    texts = ("kind", "layer", "projection", "algorithm")
+    for name in (*texts, "planes", "compressed", "plane", "dense", "stored", "exceptions"):
+        table.add_column(name, justify="left" if name in texts else "right", no_wrap=name in texts)
     for stats in report.scales:
         table.add_row(*_row(stats))
     console.print(table)
     sizes = f"{_size(report.stored_bytes)} stored, {_size(report.dense_bytes)} with dense scales"
-    console.print(f"tensors: {sizes}, {_size(report.least_bytes)} or more with all expert scales compressed")
+    console.print(f"tensors: {sizes}, {_size(report.least_bytes)} or more with all NVFP4 scales compressed")
+    for other in report.others:
+        console.print(f"{other.kind}: {other.weights} weights in {other.format}, {_size(other.nbytes)}")
+    if report.kv_cache:
+        console.print(f"KV cache: {report.kv_cache}")
     console.print(f"tensor-parallel sizes that work: {', '.join(map(str, report.tp_sizes)) or 'none'}")
     fits = ", ".join(f"{counts['stored']} x {gib} GiB" for gib, counts in report.fits.items())
     console.print(f"fits in {USABLE:.0%} of: {fits}")
@@ -201,8 +206,10 @@ def _print_report(report: InspectReport) -> None:
 
 def _row(stats: ScaleStats) -> tuple[str, ...]:
     return (
+        stats.kind,
         stats.layer,
         stats.projection,
+        stats.algorithm or "",
         str(stats.planes),
         str(stats.compressed),
         f"{stats.rows} x {stats.cols}",

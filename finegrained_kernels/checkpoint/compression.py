@@ -9,6 +9,7 @@ from threading import Event
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import read_header
+from finegrained_kernels.checkpoint.kinds import other_formats
 from finegrained_kernels.checkpoint.layouts import CONFIG, CONTAINER_LAYOUT, HF_LAYOUT, Checkpoint, open_checkpoint
 from finegrained_kernels.checkpoint.names import Plane, select
 from finegrained_kernels.checkpoint.output import (
@@ -25,6 +26,8 @@ from finegrained_kernels.checkpoint.records import Job, read_job, read_records, 
 from finegrained_kernels.checkpoint.shards import ShardWork
 from finegrained_kernels.checkpoint.stream import Progress, file_sha256, locked
 from finegrained_kernels.checkpoint.wire import fixed_bytes, geometry_problem
+
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def plan_compression(
     """Check a checkpoint's headers and choose its scales; reads no data and writes nothing.
 
     ``include`` and ``exclude`` are shell patterns for whole tensor names, as ``*.layers.3.*``; without ``include``
-    every NVFP4 expert scale is meant. ``data_present=False`` accepts shards that end after their headers.
+    every NVFP4 scale is meant. ``data_present=False`` accepts shards that end after their headers.
 
     Raises:
         CheckpointError: the checkpoint is damaged, inconsistent or compressed already, or nothing matches.
@@ -87,9 +90,23 @@ def plan_compression(
         if plane.compressed
     )
     selected = select(planes, include, exclude)
+    if not planes:
+        raise CheckpointError(f"{source} has no NVFP4 scales; {_what_is_quantized(checkpoint)}")
     if not selected:
-        raise CheckpointError(f"{source}: none of its {len(planes)} NVFP4 scales was asked for")
+        message = f"no pattern matches any of its {len(planes)} NVFP4 scales, as {next(iter(planes.values())).scale}"
+        raise CheckpointError(f"{source}: {message}")
     return Plan(checkpoint, planes, {name: planes[name] for name in selected})
+
+
+def _what_is_quantized(checkpoint: Checkpoint) -> str:
+    """The layout of a checkpoint without NVFP4, by some of its tensors."""
+    others = other_formats(checkpoint.located, checkpoint.planes)
+    shown = []
+    for name, stored in list(others.items())[:_SHOWN]:
+        _, info = checkpoint.located[name]
+        shown.append(f"{name}: {stored or f'{info.dtype} {list(info.shape)}'}")
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return f"quantized otherwise are {', '.join(shown)}{more}" if shown else "none of its weights is quantized"
 
 
 def compress(
@@ -196,7 +213,7 @@ def _make_job(plan: Plan, layout: str, family: str | None, include: Sequence[str
 
 def _report(job: Job, plan: Plan, destination: Path, resumed: int) -> CompressReport:
     left_dense = {name: why for record in read_records(destination, job) for name, why in record.dense.items()}
-    compressed = {plane.tensors for name, plane in plan.selected.items() if name not in left_dense}
+    compressed = [plane for plane in plan.selected.values() if plane.scale not in left_dense]
     names = {name for plane in plan.selected.values() for name in plane.as_compressed().tensors}
     after = sum(
         info.nbytes
@@ -204,5 +221,5 @@ def _report(job: Job, plan: Plan, destination: Path, resumed: int) -> CompressRe
         for name, info in read_header(destination / path, path).tensors.items()
         if name in names
     )
-    dense = sum(plane.nbytes for name, plane in plan.selected.items() if name not in left_dense)
+    dense = sum(plane.nbytes for plane in compressed)
     return CompressReport(len(job.shards), resumed, len(compressed), dense, after, left_dense)

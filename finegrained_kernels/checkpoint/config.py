@@ -1,30 +1,44 @@
-"""What config.json says about quantized layers, read, checked and rewritten.
+"""config.json of compressed and of quantized checkpoints: which layers it marks, and how it is rewritten.
 
-A compressed layer is named in `quantization_config.quantized_layers`, with `"weight_scale_encoding": "csf"`: a layer's
-experts together (`<prefix>.experts`), any other module by itself. Layers that are not named are untouched.
+A compressed layer is named in `quantized_layers` of the quantization config, wherever that is, with
+`"weight_scale_encoding": "csf"`: a layer's experts together (`<prefix>.experts`), any other module by itself. Layers
+that are not named are untouched. What the config says of formats is read by `quantization_config`.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
-from finegrained_kernels.checkpoint.layouts import CONFIG
-from finegrained_kernels.checkpoint.names import GROUP, split_expert
+from finegrained_kernels.checkpoint.names import GROUP, Plane, split_expert
+from finegrained_kernels.checkpoint.quantization_config import (
+    ALGORITHMS,
+    COMPRESSED_TENSORS,
+    CONFIG,
+    MIXED,
+    MODELOPT,
+    NVFP4,
+    TABLE,
+    QuantizationConfig,
+    find_section,
+)
 
 ENCODING = "weight_scale_encoding"
 CSF = "csf"
-MIXED = "MIXED_PRECISION"
-_NVFP4 = {"quant_algo": "NVFP4", "group_size": GROUP}
-_MODELOPT, _COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
+_PACKED = "nvfp4-pack-quantized"
+_SCALING_KEYS = ("has_zero_point", "pre_quant_scale")  # of AWQ, which ModelOpt writes beside the algorithm
 
 
 def marked_layers(config: Mapping[str, Any] | None) -> tuple[set[str], list[Fault]]:
     """Modules that config.json calls compressed, and entries that cannot be understood."""
-    layers = ((config or {}).get("quantization_config") or {}).get("quantized_layers") or {}
+    try:
+        _, section = find_section(config)
+    except CheckpointError as error:
+        return set(), error.faults
+    layers = (section or {}).get(TABLE) or {}
     if not isinstance(layers, dict):
         return set(), [Fault(CONFIG, None, f"quantized_layers must be an object, got {layers!r}")]
     marked, faults = set(), []
@@ -38,47 +52,91 @@ def marked_layers(config: Mapping[str, Any] | None) -> tuple[set[str], list[Faul
     return marked, faults
 
 
+def layer_entries(
+    quantization: QuantizationConfig | None, planes: Iterable[Plane], tensors: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """What `quantized_layers` says of NVFP4 layers: each with its own algorithm, the experts of a layer together.
+
+    An expert's projection of another format than its layer's first has an entry of its own. ``tensors`` are the names
+    of all tensors: where the config does not say, a layer without an input scale is weight-only.
+    """
+    section: Mapping[str, Any] = {} if quantization is None else quantization.section
+    before = section.get(TABLE) or {}
+    entries: dict[str, dict[str, Any]] = {}
+    for plane in planes:
+        layer, module = plane.layer_module, plane.module
+        algorithm = _algorithm(quantization, plane, tensors)
+        entry = before.get(module, before.get(layer))
+        if entry is None or entry.get("quant_algo") != algorithm:
+            entry = {"quant_algo": algorithm, "group_size": GROUP}
+            entry |= {key: section[key] for key in _SCALING_KEYS if key in section and algorithm.endswith("_AWQ")}
+        entry = {key: value for key, value in entry.items() if key != ENCODING}
+        if entries.setdefault(layer, entry) != entry:
+            entries[module] = entry
+    return entries
+
+
+def _algorithm(quantization: QuantizationConfig | None, plane: Plane, tensors: Collection[str]) -> str:
+    said = None if quantization is None else quantization.layer_format(plane.module)
+    if said is not None and said.family == NVFP4:
+        return said.algorithm if said.algorithm in ALGORITHMS else "NVFP4"
+    if plane.input_scale in tensors:
+        return "NVFP4"
+    return "NVFP4A16" if plane.global_scale_divides else "W4A16_NVFP4"
+
+
 def mark_config(
     config: Mapping[str, Any],
-    hf_quant_config: Mapping[str, Any] | None,
+    quantization: QuantizationConfig | None,
+    entries: Mapping[str, Mapping[str, Any]],
     compressed: Collection[str],
-    nvfp4: Collection[str],
+    *,
+    globals_divide: bool,
 ) -> dict[str, Any]:
-    """config.json with exactly the modules ``compressed`` marked, of all ``nvfp4`` modules.
+    """config.json with exactly the modules ``compressed`` marked, of all NVFP4 ``entries``, where its config is.
 
-    ModelOpt's becomes MIXED_PRECISION with every NVFP4 module named. compressed-tensors' keeps its method and all it
-    says, since its tensors, with globals that are divisors, stay as they are; it gains `quantized_layers`.
+    ModelOpt's becomes MIXED_PRECISION with every NVFP4 module named. Others keep their method and all they say, since
+    their tensors stay as they are, and gain `quantized_layers`. Where nothing says whose they are, tensors do:
+    ``globals_divide`` is true of compressed-tensors'.
     """
     document = copy.deepcopy(dict(config))
-    quantization = dict(document.get("quantization_config") or {})
-    if not quantization and hf_quant_config:
-        quantization = {"quant_method": _MODELOPT, **hf_quant_config.get("quantization", {})}
-    method = quantization.setdefault("quant_method", _MODELOPT)
-    if method == _MODELOPT:
-        _mark_modelopt(quantization, compressed, nvfp4)
-    elif method == _COMPRESSED_TENSORS:
-        quantization["quantized_layers"] = {module: {**_NVFP4, ENCODING: CSF} for module in compressed}
+    path = ("quantization_config",) if quantization is None or not quantization.path else quantization.path
+    parent = document
+    for key in path[:-1]:
+        parent = parent[key]
+    section = dict(parent.get(path[-1]) or {})
+    if quantization is None:
+        method = COMPRESSED_TENSORS if globals_divide else MODELOPT
     else:
-        message = f"quant_method {method!r}, expected {_MODELOPT!r} or {_COMPRESSED_TENSORS!r}"
-        raise CheckpointError([Fault(CONFIG, None, message)])
-    document["quantization_config"] = quantization
+        method = quantization.method
+        section = dict(section or quantization.section)  # hf_quant_config.json's, if config.json has none
+    section.setdefault("quant_method", method)
+    if method == MODELOPT:
+        _mark_modelopt(section, entries, compressed)
+    else:
+        if method == COMPRESSED_TENSORS:
+            section.setdefault("format", _PACKED)
+            if section.get("config_groups"):  # they say what is NVFP4
+                entries = {name: entry for name, entry in entries.items() if name in compressed}
+        section[TABLE] = {**(section.get(TABLE) or {}), **_encoded(entries, compressed)}
+    parent[path[-1]] = section
     return document
 
 
 def mark_hf_quant_config(
-    hf_quant_config: Mapping[str, Any], compressed: Collection[str], nvfp4: Collection[str]
+    hf_quant_config: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]], compressed: Collection[str]
 ) -> dict[str, Any]:
     """ModelOpt's own hf_quant_config.json, saying the same as config.json."""
     document = copy.deepcopy(dict(hf_quant_config))
-    _mark_modelopt(document.setdefault("quantization", {}), compressed, nvfp4)
+    _mark_modelopt(document.setdefault("quantization", {}), entries, compressed)
     return document
 
 
 def quantized_config(config: Mapping[str, Any], nvfp4: Collection[str]) -> dict[str, Any]:
     """config.json of a checkpoint whose modules ``nvfp4``, and no others, were quantized."""
     document = copy.deepcopy(dict(config))
-    document["quantization_config"] = quantization = {"quant_method": _MODELOPT}
-    _mark_modelopt(quantization, (), nvfp4)
+    document["quantization_config"] = quantization = {"quant_method": MODELOPT}
+    _mark_modelopt(quantization, {module: {"quant_algo": "NVFP4", "group_size": GROUP} for module in nvfp4}, ())
     return document
 
 
@@ -86,16 +144,21 @@ def dump_json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _mark_modelopt(quantization: dict[str, Any], compressed: Collection[str], nvfp4: Collection[str]) -> None:
-    before = quantization.get("quantized_layers") or {}
-    named = {module: dict(before.get(module, _NVFP4)) for module in nvfp4}
+def _mark_modelopt(
+    section: dict[str, Any], entries: Mapping[str, Mapping[str, Any]], compressed: Collection[str]
+) -> None:
+    before = section.get(TABLE) or {}
     # Entries for single experts are now said by the entry of their layer's experts; all others stay.
     others = {
         module: entry
         for module, entry in before.items()
-        if module not in named and not ((expert := split_expert(module)) and expert[0] in named)
+        if module not in entries and not ((expert := split_expert(module)) and expert[0] in entries)
     }
-    for module in compressed:
-        named[module][ENCODING] = CSF
-    quantization["quant_algo"] = MIXED
-    quantization["quantized_layers"] = {**others, **named}
+    section["quant_algo"] = MIXED
+    section[TABLE] = {**others, **_encoded(entries, compressed)}
+
+
+def _encoded(entries: Mapping[str, Mapping[str, Any]], compressed: Collection[str]) -> dict[str, dict[str, Any]]:
+    return {
+        module: {**entry, ENCODING: CSF} if module in compressed else dict(entry) for module, entry in entries.items()
+    }

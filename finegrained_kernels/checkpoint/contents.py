@@ -46,6 +46,11 @@ class TensorReader:
         self.read_into(name, data, begin)
         return data
 
+    def read_value(self, name: str, part: int | None = None) -> memoryview:
+        """The 4 bytes of a float32 value; of a stack's ``part``, where the tensor has one for each."""
+        begin = 4 * part if part is not None and self._located[name][1].nbytes > 4 else 0
+        return self.read(name, begin, begin + 4)
+
     def read_into(self, name: str, view: memoryview, begin: int = 0) -> None:
         """Fill the view with the tensor's bytes from ``begin`` on."""
         fd, start, _, shard = self.place(name)
@@ -58,22 +63,23 @@ def send_source(header: Header, reader: TensorReader, stream: Fanout, bundle: Mo
     Raises:
         CheckpointError: a plane is malformed, or a file is cut short.
     """
-    located, planes = reader.checkpoint.located, reader.checkpoint.planes
+    located, planes = reader.checkpoint.located, reader.checkpoint.planes_of_scale
     for run in _runs(header.in_data_order(), located, batch_bytes(device)):
         if run[0] in located:
             fd, begin, _, shard = reader.place(run[0])
             _, last, info, _ = reader.place(run[-1])
             stream.read(fd, begin, last + info.nbytes, shard)
             continue
-        try:
-            data = decode(bundle, [planes[name] for name in run], reader, device)
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            shard, _ = located[planes[run[0]].tensors[0]]
-            message = f"malformed, or one of the {len(run)} scales decoded with it: {error}"
-            raise CheckpointError([Fault(shard, run[0], message)]) from error
-        stream.send(data)
+        for batch in batches({plane.name: plane for name in run for plane in planes[name]}, device):
+            try:
+                data = decode(bundle, batch, reader, device)
+            except CheckpointError:
+                raise
+            except ValueError as error:
+                shard, _ = located[batch[0].tensors[0]]
+                message = f"malformed, or one of the {len(batch)} scales decoded with it: {error}"
+                raise CheckpointError([Fault(shard, batch[0].name, message)]) from error
+            stream.send(data)
 
 
 def _runs(order: Sequence[tuple[str, TensorInfo]], located: Located, limit: int) -> Iterator[list[str]]:
@@ -108,7 +114,7 @@ class ContentCheck:
         decoded: CRC-32 of compressed scales, decoded.
         file_digests: SHA-256 of whole shards.
         source: the same model's uncompressed checkpoint, to compare with.
-        proven: compressed scales that need not be decoded: `prove` sets it.
+        proven: tensors of compressed scales that need not be decoded: `prove` sets it.
     """
 
     bundle: ModuleType
@@ -145,7 +151,7 @@ class ContentCheck:
                 for name, plane in self.checkpoint.planes.items()
                 if plane.compressed
                 and self.checkpoint.located[plane.tensors[0]][0] == shard
-                and (self.source is not None or name not in self.proven)
+                and (self.source is not None or plane.scale not in self.proven)
             }
             with ExitStack() as stack:
                 reader = stack.enter_context(TensorReader(self.checkpoint))
@@ -201,8 +207,8 @@ class ContentCheck:
                 self.faults.append(Fault(shard, plane.name, "does not decode to the source's bytes"))
             if (
                 source is not None
-                and plane.name in source.checkpoint.located
-                and bytes(source.read(plane.name)) != bytes(dense)
+                and plane.scale in source.checkpoint.located
+                and bytes(source.read(plane.scale, plane.scale_begin, plane.scale_begin + size)) != bytes(dense)
             ):
                 self.faults.append(Fault(shard, plane.name, "decoded, it differs from the source"))
 

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
+from finegrained_kernels.checkpoint.kinds import layer_kind, other_formats
 from finegrained_kernels.checkpoint.layouts import Checkpoint, open_checkpoint, without_gc
-from finegrained_kernels.checkpoint.names import EXCEPTIONS, Plane
+from finegrained_kernels.checkpoint.names import Plane
+from finegrained_kernels.checkpoint.quantization_config import NVFP4, LayerFormat
 from finegrained_kernels.checkpoint.wire import SLAB_ROWS, fixed_bytes, geometry_problem
 
 GPU_GIB = (24, 32, 48, 80, 96, 141, 180, 288)
 USABLE = 0.9
 """Share of a GPU's memory that weights may take; the rest is for the KV cache, activations and the runtime."""
+EXPERTS = "experts"
+_CUT_BY_COLUMNS = ("down_proj", "w2", "o_proj", "out_proj")
 _TP_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 
 
 @dataclass(frozen=True)
 class ScaleStats:
-    """Scale planes of one projection of a layer's experts. Sizes in bytes.
+    """NVFP4 scale planes of one linear layer, or of one projection of a layer's experts. Sizes in bytes.
 
     Attributes:
-        layer: module of the layer's experts. projection: as in tensor names.
+        kind: of layer, as "experts", "shared experts", "attention", "MLP", "lm_head".
+        layer: the module that it is in: its layer's experts, attention and so on. projection: as in tensor names.
+        algorithm: as the config has it, as "NVFP4" or "W4A16_NVFP4"; None where it says nothing of this layer.
         planes, compressed: how many there are, and how many of them are compressed.
         rows, cols: of one plane.
         dense_bytes: of all planes if they were dense.
@@ -32,8 +39,10 @@ class ScaleStats:
         exceptions: in the compressed planes; exception_rate: a byte of those planes, None if none is compressed.
     """
 
+    kind: str
     layer: str
     projection: str
+    algorithm: str | None
     planes: int
     compressed: int
     rows: int
@@ -46,17 +55,30 @@ class ScaleStats:
 
 
 @dataclass(frozen=True)
+class OtherFormat:
+    """Layers of one kind that are quantized, and not to NVFP4: how many weights, and their bytes without scales."""
+
+    kind: str
+    format: str
+    weights: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class InspectReport:
     """A checkpoint from its headers. Sizes in bytes.
 
     Attributes:
         name: directory or hub id. layout: "hf" or "container".
-        stored_bytes, dense_bytes, least_bytes: of all tensors, as they are, with all expert scales dense, and with all
+        stored_bytes, dense_bytes, least_bytes: of all tensors, as they are, with all NVFP4 scales dense, and with all
             compressed (those that are not now without exceptions).
-        tp_sizes: tensor-parallel sizes, of common ones, that every expert scale can be cut into.
+        tp_sizes: tensor-parallel sizes, of common ones, that every expert scale can be cut into; every scale, in a
+            model without NVFP4 experts.
         fits: for each GPU memory size in GiB, how many GPUs hold `stored_bytes`, `dense_bytes` and `least_bytes` in
             90 % of their memory.
-        faults: what contradicts the format, as `verify` would say.
+        scales: every NVFP4 layer. others: what is quantized otherwise.
+        kv_cache: algorithm of a quantized KV cache, as the config has it.
+        faults: what contradicts the format, as `verify` would say, and what can never be loaded.
     """
 
     name: str
@@ -69,6 +91,8 @@ class InspectReport:
     tp_sizes: list[int]
     fits: dict[int, dict[str, int]]
     scales: list[ScaleStats]
+    others: list[OtherFormat]
+    kv_cache: str | None
     faults: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -96,14 +120,23 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None) -> InspectRe
 @without_gc()
 def describe(checkpoint: Checkpoint, name: str) -> InspectReport:
     """The report of an opened checkpoint."""
-    scales = [
-        _stats(checkpoint, layer, projection, planes)
-        for layer, experts in checkpoint.experts.items()
-        for projection, planes in _by_projection(experts).items()
-    ]
+    faults = list(checkpoint.faults)
+    quantization = None
+    try:
+        quantization = checkpoint.quantization
+    except CheckpointError as error:
+        faults += error.faults
+    scales = []
+    for (layer, projection), planes in _by_projection(checkpoint.planes.values()).items():
+        said = None if quantization is None else quantization.layer_format(planes[0].module)
+        scales.append(_stats(checkpoint, layer, projection, None if said is None else said.algorithm, planes))
+        if quantization is not None and (said is None or said.family != NVFP4):
+            faults.append(_contradiction(checkpoint, planes[0], said))
+    others, unknown = _others(checkpoint)
     stored = sum(header.data_bytes for header in checkpoint.headers.values())
     dense = stored + sum(stats.dense_bytes - stats.stored_bytes for stats in scales)
     least = stored + sum(stats.least_bytes - stats.stored_bytes for stats in scales)
+    cut = [stats for stats in scales if stats.kind == EXPERTS] or scales
     sizes = {"stored": stored, "dense": dense, "least": least}
     return InspectReport(
         name=name,
@@ -113,10 +146,12 @@ def describe(checkpoint: Checkpoint, name: str) -> InspectReport:
         stored_bytes=stored,
         dense_bytes=dense,
         least_bytes=least,
-        tp_sizes=[size for size in _TP_SIZES if scales and all(_can_cut(stats, size) for stats in scales)],
+        tp_sizes=[size for size in _TP_SIZES if cut and all(_can_cut(stats, size) for stats in cut)],
         fits={gib: {key: math.ceil(size / (gib * 2**30 * USABLE)) for key, size in sizes.items()} for gib in GPU_GIB},
         scales=scales,
-        faults=[str(fault) for fault in checkpoint.faults],
+        others=others,
+        kv_cache=None if quantization is None else quantization.kv_cache,
+        faults=[str(fault) for fault in faults + unknown],
     )
 
 
@@ -124,21 +159,50 @@ def _is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
-def _by_projection(experts: dict[tuple[int, str], Plane]) -> dict[str, list[Plane]]:
-    projections: dict[str, list[Plane]] = {}
-    for (_, projection), plane in experts.items():
-        projections.setdefault(projection, []).append(plane)
+def _by_projection(planes: Iterable[Plane]) -> dict[tuple[str, str], list[Plane]]:
+    """Planes by the module they are in, and projection: those of a layer's experts together."""
+    projections: dict[tuple[str, str], list[Plane]] = {}
+    for plane in planes:
+        expert = plane.expert
+        layer, _, projection = expert or plane.module.rpartition(".")
+        projections.setdefault((layer, projection), []).append(plane)
     return projections
 
 
-def _stats(checkpoint: Checkpoint, layer: str, projection: str, planes: Sequence[Plane]) -> ScaleStats:
+def _contradiction(checkpoint: Checkpoint, plane: Plane, said: LayerFormat | None) -> Fault:
+    what = "not quantized" if said is None else said.algorithm
+    message = f"NVFP4 by its tensors, but {what} by the config: no loader can tell which is right"
+    return Fault(checkpoint.located[plane.weight][0], plane.weight, message)
+
+
+def _others(checkpoint: Checkpoint) -> tuple[list[OtherFormat], list[Fault]]:
+    """What is quantized otherwise, and a fault for each weight whose format nothing here reads."""
+    found: dict[tuple[str, str], list[str]] = {}
+    faults = []
+    for name, stored in other_formats(checkpoint.located, checkpoint.planes).items():
+        shard, info = checkpoint.located[name]
+        if stored is None:
+            message = f"{info.dtype} {list(info.shape)}: quantized to a format that nothing here reads"
+            faults.append(Fault(shard, name, message))
+        else:
+            found.setdefault((layer_kind(name), stored), []).append(name)
+    others = [
+        OtherFormat(kind, stored, len(names), sum(checkpoint.located[name][1].nbytes for name in names))
+        for (kind, stored), names in found.items()
+    ]
+    return others, faults
+
+
+def _stats(
+    checkpoint: Checkpoint, layer: str, projection: str, algorithm: str | None, planes: Sequence[Plane]
+) -> ScaleStats:
     located = checkpoint.located
     compressed = dense_bytes = stored_bytes = least_bytes = exceptions = decoded = 0
     for plane in planes:
         size = plane.nbytes
         dense_bytes += size
         if plane.compressed:
-            words = located[plane.name + EXCEPTIONS][1].nbytes
+            words = located[plane.tensors[1]][1].nbytes
             stored = least = fixed_bytes(plane.rows, plane.cols) + words
             compressed += 1
             exceptions += words // 4
@@ -149,8 +213,10 @@ def _stats(checkpoint: Checkpoint, layer: str, projection: str, planes: Sequence
         stored_bytes += stored
         least_bytes += least
     return ScaleStats(
+        kind=layer_kind(f"{layer}.{projection}"),
         layer=layer,
         projection=projection,
+        algorithm=algorithm,
         planes=len(planes),
         compressed=compressed,
         rows=planes[0].rows,
@@ -164,5 +230,5 @@ def _stats(checkpoint: Checkpoint, layer: str, projection: str, planes: Sequence
 
 
 def _can_cut(stats: ScaleStats, tp_size: int) -> bool:
-    extent, unit = (stats.cols, 2) if stats.projection == "down_proj" else (stats.rows, SLAB_ROWS)
+    extent, unit = (stats.cols, 2) if stats.projection in _CUT_BY_COLUMNS else (stats.rows, SLAB_ROWS)
     return extent % (unit * tp_size) == 0

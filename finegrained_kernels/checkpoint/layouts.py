@@ -19,7 +19,7 @@ from typing import Any
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, TensorInfo, read_header
-from finegrained_kernels.checkpoint.names import Plane, find_planes, split_expert
+from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane, find_planes, group_by_scale, replaced_by
 from finegrained_kernels.checkpoint.quantization_config import (
     CONFIG,
     HF_QUANT_CONFIG,
@@ -88,7 +88,7 @@ class Checkpoint:
         """Scale planes by layer (`<prefix>.experts`), expert and projection."""
         layers: dict[str, dict[tuple[int, str], Plane]] = {}
         for plane in self.planes.values():
-            if expert := split_expert(plane.module):
+            if expert := plane.expert:
                 layers.setdefault(expert[0], {})[expert[1:]] = plane
         return layers
 
@@ -104,6 +104,11 @@ class Checkpoint:
     def planes(self) -> dict[str, Plane]:
         """Every NVFP4 scale plane, by scale name."""
         return self._planes_and_faults[0]
+
+    @cached_property
+    def planes_of_scale(self) -> dict[str, list[Plane]]:
+        """The same by the tensor of dense scales, of which a stack of experts has one."""
+        return group_by_scale(self.planes.values())
 
     @cached_property
     def faults(self) -> list[Fault]:
@@ -134,7 +139,7 @@ class Checkpoint:
         index = self.layout.index or CONTRACT
         missing, unlisted = listed.keys() - located.keys(), located.keys() - listed.keys()
         if self.layout.kind == CONTAINER_LAYOUT:  # may list a compressed scale by its name before it became two tensors
-            scales = {name: name.partition(".nvfp4_csf_")[0] for name in unlisted}
+            scales = {n: replaced_by(n.removesuffix(FIXED).removesuffix(EXCEPTIONS), missing) for n in unlisted}
             unlisted = {name for name in unlisted if scales[name] not in missing}
             missing -= set(scales.values())
         faults = [Fault(index, n, f"said to be in {listed[n]}, which does not have it") for n in sorted(missing)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -11,15 +11,21 @@ from finegrained_kernels.checkpoint.errors import Fault
 from finegrained_kernels.checkpoint.headers import TensorInfo
 from finegrained_kernels.checkpoint.wire import SLAB_ROWS, geometry_problem, slab_bytes
 
-SCALE = ".weight_scale"
 FIXED = ".nvfp4_csf_fixed"
 EXCEPTIONS = ".nvfp4_csf_exceptions"
 GROUP = 16
 """Weights a scale covers, along K."""
 
-_WEIGHTS = (".weight", ".weight_packed")  # ModelOpt, compressed-tensors
-_GLOBALS = {".weight": ".weight_scale_2", ".weight_packed": ".weight_global_scale"}
-_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?P<expert>\d+)\.(?P<projection>[^.]+)")
+_SCALE = "weight_scale"
+# What names of a layer's tensors end in, after the module and "." (a layer's own) or "_" (of a stack of experts, whose
+# weight is itself called as the projection): weights and second-level scales; ModelOpt's, compressed-tensors'.
+_KINDS = {
+    ".": ((".weight", "weight_scale_2"), (".weight_packed", "weight_global_scale")),
+    "_": (("", "weight_scale_2"), ("_weight_packed", "weight_global_scale"), ("_packed", "weight_global_scale")),
+}
+_INPUTS = {"weight_scale_2": "input_scale", "weight_global_scale": "input_global_scale"}
+_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?:(?P<e1>\d+)\.(?P<p1>[^.]+)|(?P<p2>[^.\d][^.]*)\.(?P<e2>\d+))")
+_STACKED = re.compile(r".*\bexperts\.[^.]+")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 Located = Mapping[str, tuple[str, TensorInfo]]
@@ -27,17 +33,27 @@ Located = Mapping[str, tuple[str, TensorInfo]]
 
 
 class Plane(NamedTuple):
-    """One NVFP4 scale plane of ``rows`` by ``cols`` bytes, dense or compressed; ``module`` has the weight."""
+    """One NVFP4 scale plane of ``rows`` by ``cols`` bytes, dense or compressed; ``module`` has the weight.
+
+    Attributes:
+        weight, scale, global_scale: names of the packed weight, of the dense scales, and of the second-level scale.
+        part: which of a stack's experts this is, where one tensor, `[E, N, ...]` or `[E * N, ...]`, has all of them;
+            None where the tensors are this plane's alone.
+    """
 
     module: str
     weight: str
+    scale: str
+    global_scale: str
     rows: int
     cols: int
     compressed: bool
+    part: int | None = None
 
     @property
     def name(self) -> str:
-        return self.module + SCALE
+        """That of the dense scales; with the expert's number, if they are part of a stack."""
+        return self.scale if self.part is None else f"{self.scale}.{self.part}"
 
     @property
     def nbytes(self) -> int:
@@ -47,31 +63,51 @@ class Plane(NamedTuple):
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the tensors that hold it."""
-        return (self.name + FIXED, self.name + EXCEPTIONS) if self.compressed else (self.name,)
+        return (self.name + FIXED, self.name + EXCEPTIONS) if self.compressed else (self.scale,)
+
+    @property
+    def scale_begin(self) -> int:
+        """The first of its bytes in the tensor of dense scales."""
+        return (self.part or 0) * self.nbytes
+
+    @property
+    def weight_begin(self) -> int:
+        """The first byte of its packed weight in the tensor of that name."""
+        return (self.part or 0) * self.nbytes * (GROUP // 2)
 
     @property
     def global_scale_divides(self) -> bool:
         """Whether the second-level scale is a divisor, as compressed-tensors' is, and not a multiplier."""
-        return self.weight.endswith(".weight_packed")
+        return self.global_scale.endswith("weight_global_scale")
 
     @property
-    def global_scale(self) -> str:
-        """Name of the second-level scale."""
-        return self.module + _GLOBALS[self.weight.removeprefix(self.module)]
+    def input_scale(self) -> str:
+        """Name that the scale of its activations has, if there is one."""
+        kind = "weight_global_scale" if self.global_scale_divides else "weight_scale_2"
+        return self.global_scale.removesuffix(kind) + _INPUTS[kind]
 
     def as_compressed(self) -> Plane:
         return self._replace(compressed=True)
 
     @property
+    def expert(self) -> tuple[str, int, str] | None:
+        """``("<prefix>.experts", expert, projection)``, None for what is no expert's."""
+        if self.part is None:
+            return split_expert(self.module)
+        experts, _, projection = self.module.rpartition(".")
+        return experts, self.part, projection
+
+    @property
     def layer_module(self) -> str:
         """What config.json names: the experts of a layer together, any other module by itself."""
-        return layer_of(self.module)
+        expert = self.expert
+        return expert[0] if expert else self.module
 
 
 def split_expert(module: str) -> tuple[str, int, str] | None:
     """``("<prefix>.experts", expert, projection)`` of an expert's module, None for any other."""
     match = _EXPERT.fullmatch(module)
-    return (match["experts"], int(match["expert"]), match["projection"]) if match else None
+    return (match["experts"], int(match["e1"] or match["e2"]), match["p1"] or match["p2"]) if match else None
 
 
 def layer_of(module: str) -> str:
@@ -87,15 +123,17 @@ def layer_number(module: str) -> int | None:
 
 
 def find_planes(located: Located) -> tuple[dict[str, Plane], list[Fault]]:
-    """Every NVFP4 scale plane by scale name, and what is wrong with others that claim to be one.
+    """Every NVFP4 scale plane by name, and what is wrong with others that claim to be one.
 
     A `weight_scale` belongs to NVFP4 if its weight is U8 or I8 `[N, K/2]`; it must then be F8_E4M3 `[N, K/16]`, or a
-    compressed pair for that geometry, and have a second-level scale. Geometry is never inferred from the scales.
+    compressed pair for that geometry, and have a second-level scale. Geometry is never inferred from the scales. A
+    stack of experts, `[E, N, K/2]` or, with `E` second-level scales, `[E * N, K/2]`, has a plane for each.
     """
     planes: dict[str, Plane] = {}
     faults: list[Fault] = []
+    stacks: dict[str, list[str]] = {}
     for name in located:
-        if not name.endswith((SCALE, FIXED, EXCEPTIONS)):
+        if not name.endswith((_SCALE, FIXED, EXCEPTIONS)):
             continue
         if name.endswith(EXCEPTIONS):
             scale = name.removesuffix(EXCEPTIONS)
@@ -103,14 +141,35 @@ def find_planes(located: Located) -> tuple[dict[str, Plane], list[Fault]]:
                 faults.append(Fault(located[name][0], name, f"unpaired: the checkpoint has no {scale}{FIXED}"))
             continue
         scale = name.removesuffix(FIXED)
-        plane = _describe(scale, located, scale != name, faults)
-        if plane is not None:
-            planes[scale] = plane
+        if scale != name and not scale.endswith(_SCALE):  # of a stack: the scale's name, and which expert
+            stacks.setdefault(scale.rpartition(".")[0], []).append(name)
+            continue
+        for plane in _describe(scale, name, located, faults):
+            planes[plane.name] = plane
+    for scale, names in stacks.items():
+        described = _describe(scale, names[0], located, faults)
+        planes |= {plane.name: plane for plane in described}
+        extra = set(names) - {plane.tensors[0] for plane in described} if described else ()
+        faults += [Fault(located[name][0], name, "no expert of the stack beside it has this number") for name in extra]
     return planes, faults
 
 
+def group_by_scale(planes: Iterable[Plane]) -> dict[str, list[Plane]]:
+    """Planes by their tensor of dense scales: one each, or all of a stack, in its order."""
+    groups: dict[str, list[Plane]] = {}
+    for plane in planes:
+        groups.setdefault(plane.scale, []).append(plane)
+    return groups
+
+
+def replaced_by(fixed: str, tensors: Collection[str]) -> str:
+    """Which of the source's ``tensors`` a fixed stream took the place of: its scales, or a stack that they are in."""
+    scale = fixed.removesuffix(FIXED)
+    return scale if scale in tensors else scale.rpartition(".")[0]
+
+
 def select(planes: Mapping[str, Plane], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Names of the scales that match a pattern of ``include`` (none: all expert scales) and none of ``exclude``."""
+    """Names of the planes whose scales match a pattern of ``include`` (none: all) and none of ``exclude``."""
 
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -118,51 +177,75 @@ def select(planes: Mapping[str, Plane], include: Sequence[str], exclude: Sequenc
     return [
         name
         for name, plane in planes.items()
-        if (matches(name, include) if include else split_expert(plane.module) is not None)
-        and not matches(name, exclude)
+        if (not include or matches(plane.scale, include)) and not matches(plane.scale, exclude)
     ]
 
 
-def _describe(scale: str, located: Located, compressed: bool, faults: list[Fault]) -> Plane | None:
-    first = scale + FIXED if compressed else scale
-    shard, info = located[first]
+def _describe(scale: str, first: str, located: Located, faults: list[Fault]) -> Sequence[Plane]:
+    """The planes of the scales called ``scale``, of which ``first`` is a tensor; none, and a fault, if wrong."""
+    compressed = first != scale
 
-    def fault(message: str, tensor: str = first) -> None:
+    def fault(message: str, tensor: str = first) -> Sequence[Plane]:
         faults.append(Fault(located[tensor][0], tensor, message))
+        return ()
 
-    module = scale.removesuffix(SCALE)
-    weight = module + _WEIGHTS[0]
-    if weight not in located:
-        weight = module + _WEIGHTS[1]
-    if not scale.endswith(SCALE) or weight not in located:
-        return fault(f"no weight beside it: expected {module}{' or '.join(_WEIGHTS)}")
+    base = scale.removesuffix(_SCALE)
+    module, kinds = base[:-1], _KINDS.get(base[-1:], ())
+    kind = next(((weight, second) for weight, second in kinds if module + weight in located), None)
+    if kind is None or not scale.endswith(_SCALE):
+        expected = " or ".join(module + weight for weight, _ in kinds) or f"{scale}.weight"
+        return fault(f"no weight beside it: expected {expected}")
+    weight, global_scale = module + kind[0], base + kind[1]
     _, (dtype, shape, _, _) = located[weight]
     if dtype not in ("U8", "I8"):
-        return fault(f"{weight} must be U8 or I8, got {dtype}") if compressed else None
-    if len(shape) != 2 or shape[1] % (GROUP // 2):
-        return fault(f"expected [N, K/2] with K a multiple of {GROUP}, got {list(shape)}", weight)
-    rows, cols = shape[0], shape[1] // (GROUP // 2)
-    plane = Plane(module, weight, rows, cols, compressed)
-    if plane.global_scale not in located:
-        return fault(f"no second-level scale beside it: expected {plane.global_scale}")
-    _, (dtype, _, begin, end) = located[plane.global_scale]
-    if dtype != "F32" or end - begin != 4:
-        return fault(f"expected one F32 value, got {dtype} of {end - begin} bytes", plane.global_scale)
+        return fault(f"{weight} must be U8 or I8, got {dtype}") if compressed else ()
+    if len(shape) not in (2, 3) or shape[-1] % (GROUP // 2):
+        expected = f"[N, K/2], or [E, N, K/2] of a stack of experts, with K a multiple of {GROUP}"
+        return fault(f"expected {expected}, got {list(shape)}", weight)
+    if global_scale not in located:
+        return fault(f"no second-level scale beside it: expected {global_scale}")
+    _, (dtype, _, begin, end) = located[global_scale]
+    parts = shape[0] if len(shape) == 3 else None
+    count = (end - begin) // 4
+    if parts is None and count > 1 and _STACKED.fullmatch(module) and shape[0] % count == 0:
+        parts = count
+    if dtype != "F32" or count not in (1, parts):
+        what = "one F32 value" if parts is None else f"one F32 value, or {parts}"
+        return fault(f"expected {what}, got {dtype} of {end - begin} bytes", global_scale)
+    cols = shape[-1] // (GROUP // 2)
+    rows = shape[-2] if len(shape) == 3 or parts is None else shape[0] // parts
+    if not compressed and located[scale][1][:2] != ("F8_E4M3", (*shape[:-1], cols)):
+        info = located[scale][1]
+        expected = f"F8_E4M3 {[*shape[:-1], cols]} for {weight} {list(shape)}"
+        return fault(f"expected {expected}, got {info.dtype} {list(info.shape)}")
+    if parts is None:
+        planes = [Plane(module, weight, scale, global_scale, rows, cols, compressed)]
+    else:
+        planes = [Plane(module, weight, scale, global_scale, rows, cols, compressed, i) for i in range(parts)]
     if not compressed:
-        if (info.dtype, info.shape) != ("F8_E4M3", (rows, cols)):
-            return fault(f"expected F8_E4M3 {[rows, cols]} for {weight}, got {info.dtype} {list(info.shape)}")
-        return plane
+        return planes
     if scale in located:
         return fault(f"compressed, and dense as {scale} too")
-    if scale + EXCEPTIONS not in located:
-        return fault(f"unpaired: the checkpoint has no {scale}{EXCEPTIONS}")
-    if problem := geometry_problem(rows, cols):
-        return fault(problem)
-    stream = (rows // SLAB_ROWS, slab_bytes(cols))
+    problems = [problem for plane in planes if (problem := _wire_problem(plane, located))]
+    faults += problems
+    return () if problems else planes
+
+
+def _wire_problem(plane: Plane, located: Located) -> Fault | None:
+    """What is wrong with a compressed plane's two tensors."""
+    fixed, exceptions = plane.tensors
+    for name, other in ((fixed, exceptions), (exceptions, fixed)):
+        if name not in located:
+            found = next(located[tensor][0] for tensor in (other, plane.weight) if tensor in located)
+            return Fault(found, other if other in located else plane.weight, f"unpaired: the checkpoint has no {name}")
+    shard, info = located[fixed]
+    if problem := geometry_problem(plane.rows, plane.cols):
+        return Fault(shard, fixed, problem)
+    stream = (plane.rows // SLAB_ROWS, slab_bytes(plane.cols))
     if info.dtype != "U8" or info.shape not in (stream, (stream[0] * stream[1],)):
-        expected = f"U8 {list(stream)} for scales {[rows, cols]}"
-        return fault(f"expected {expected}, got {info.dtype} {list(info.shape)}")
-    _, words = located[scale + EXCEPTIONS]
+        expected = f"U8 {list(stream)} for scales {[plane.rows, plane.cols]}"
+        return Fault(shard, fixed, f"expected {expected}, got {info.dtype} {list(info.shape)}")
+    shard, words = located[exceptions]
     if words.dtype != "U32" or len(words.shape) != 1:
-        return fault(f"expected 1-D U32, got {words.dtype} {list(words.shape)}", scale + EXCEPTIONS)
-    return plane
+        return Fault(shard, exceptions, f"expected 1-D U32, got {words.dtype} {list(words.shape)}")
+    return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from finegrained_kernels.checkpoint.config import dump_json, mark_config, mark_hf_quant_config
+from finegrained_kernels.checkpoint.config import dump_json, layer_entries, mark_config, mark_hf_quant_config
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 from finegrained_kernels.checkpoint.headers import Header, read_header
 from finegrained_kernels.checkpoint.layouts import (
@@ -19,7 +19,7 @@ from finegrained_kernels.checkpoint.layouts import (
     Checkpoint,
     read_json,
 )
-from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane
+from finegrained_kernels.checkpoint.names import FIXED, Plane, group_by_scale
 from finegrained_kernels.checkpoint.records import DIGESTS, Job, read_records, source_name
 from finegrained_kernels.checkpoint.stream import copy_file, file_sha256, write_file
 from finegrained_kernels.checkpoint.wire import CODEC
@@ -48,13 +48,13 @@ def rewritten_files(checkpoint: Checkpoint) -> list[str]:
 
 def marked_files(source: Checkpoint, planes: Mapping[str, Plane], compressed: set[str]) -> dict[str, bytes]:
     """config.json, and hf_quant_config.json if there is one, with the modules ``compressed`` marked."""
-    quant_path = source.root / HF_QUANT_CONFIG
-    quant = read_json(quant_path, HF_QUANT_CONFIG) if quant_path.exists() else None
-    nvfp4 = list(dict.fromkeys(plane.layer_module for plane in planes.values()))
-    modules = [module for module in nvfp4 if module in compressed]
-    files = {CONFIG: dump_json(mark_config(source.config or {}, quant, modules, nvfp4))}
-    if quant is not None:
-        files[HF_QUANT_CONFIG] = dump_json(mark_hf_quant_config(quant, modules, nvfp4))
+    entries = layer_entries(source.quantization, planes.values(), source.located)
+    divide = any(plane.global_scale_divides for plane in planes.values())
+    config = mark_config(source.config or {}, source.quantization, entries, compressed, globals_divide=divide)
+    files = {CONFIG: dump_json(config)}
+    if source.layout.hf_quant_config is not None:
+        quant = mark_hf_quant_config(source.layout.hf_quant_config, entries, compressed)
+        files[HF_QUANT_CONFIG] = dump_json(quant)
     return files
 
 
@@ -81,15 +81,16 @@ def publish(source: Checkpoint, planes: Mapping[str, Plane], job: Job, destinati
         _write_container(headers, job, destination, work)
     elif source.layout.index is not None:
         index = read_json(source.root / source.layout.index, source.layout.index)
-        write_file(destination / source.layout.index, dump_json(_new_index(index, headers)), work, source.layout.index)
+        new_index = _new_index(index, headers, group_by_scale(planes.values()))
+        write_file(destination / source.layout.index, dump_json(new_index), work, source.layout.index)
 
 
-def _new_index(index: Mapping, headers: Mapping[str, Header]) -> dict:
-    """The source's index with each compressed scale's two tensors in its place, and the new total size."""
+def _new_index(index: Mapping, headers: Mapping[str, Header], planes: Mapping[str, Sequence[Plane]]) -> dict:
+    """The source's index with each compressed scale's tensors in its place, and the new total size."""
     weight_map = {}
     for name, shard in index["weight_map"].items():
         tensors = headers[shard].tensors
-        names = [name] if name in tensors else [name + FIXED, name + EXCEPTIONS]
+        names = [name] if name in tensors else [n for plane in planes[name] for n in plane.as_compressed().tensors]
         weight_map.update(dict.fromkeys(names, shard))
     document = {**index, "weight_map": weight_map}
     if "total_size" in index.get("metadata", {}):

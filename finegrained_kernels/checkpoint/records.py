@@ -18,7 +18,7 @@ from pathlib import Path
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 from finegrained_kernels.checkpoint.headers import Header, parse_header
 from finegrained_kernels.checkpoint.layouts import read_json
-from finegrained_kernels.checkpoint.names import FIXED
+from finegrained_kernels.checkpoint.names import FIXED, replaced_by
 from finegrained_kernels.checkpoint.stream import write_file
 
 DIGESTS = "csf_digests"
@@ -60,7 +60,7 @@ class Record:
         header: its header's text with padding, which with the data makes the file.
         tensors: CRC-32 of every tensor of the source, by name.
         components: CRC-32 of the tensors that took the compressed scales' place, by name.
-        dense: why each scale that was asked for is not compressed, by name.
+        dense: why each tensor of scales that was asked for is not compressed, by name.
         file_sha256: SHA-256 of the compressed file, for the container's `SHA256SUMS`; None in the other layout.
     """
 
@@ -75,7 +75,7 @@ class Record:
 
     def expected_tensors(self) -> dict[str, int]:
         """CRC-32 of every tensor of this shard once compressed."""
-        replaced = {name.removesuffix(FIXED) for name in self.components}
+        replaced = {replaced_by(name, self.tensors) for name in self.components if name.endswith(FIXED)}
         return {name: value for name, value in self.tensors.items() if name not in replaced} | self.components
 
     def source_header(self) -> Header:

@@ -13,7 +13,6 @@ from finegrained_kernels.checkpoint.contents import TensorReader, send_source
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, read_header
 from finegrained_kernels.checkpoint.layouts import Checkpoint, open_checkpoint
-from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Located
 from finegrained_kernels.checkpoint.output import (
     DEFAULT_JOBS,
     check_request,
@@ -69,7 +68,7 @@ def restore(
     opened_checkpoint = open_checkpoint(root)
     raise_faults(opened_checkpoint.faults)
     records = {record.file: record for record in read_records(root, job)}
-    _check_complete(records.values(), opened_checkpoint.located)
+    _check_complete(records.values(), opened_checkpoint)
     files = [*job.shards, *job.rewritten, *job.copied]
 
     def ours(path: Path) -> bool:
@@ -135,12 +134,12 @@ class _Restoring:
             file.commit()
 
 
-def _check_complete(records: Iterable[Record], located: Located) -> None:
+def _check_complete(records: Iterable[Record], checkpoint: Checkpoint) -> None:
     raise_faults(
         Fault(record.file, name, "neither it nor its compressed form is in the checkpoint")
         for record in records
         for name in record.tensors
-        if name not in located and not (name + FIXED in located and name + EXCEPTIONS in located)
+        if name not in checkpoint.located and name not in checkpoint.planes_of_scale
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from types import ModuleType
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 from finegrained_kernels.checkpoint.headers import Header, NewTensor, read_header, replace_tensors
 from finegrained_kernels.checkpoint.layouts import CONTAINER_LAYOUT, Checkpoint
-from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane
+from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane, group_by_scale
 from finegrained_kernels.checkpoint.records import Job, Record, read_record
 from finegrained_kernels.checkpoint.stream import (
     AtomicFile,
@@ -50,6 +51,11 @@ class ShardWork:
     work: Path
     device: str
     progress: Progress
+
+    @cached_property
+    def by_scale(self) -> dict[str, list[Plane]]:
+        """The selected planes by their tensor of dense scales, which a stack of experts shares."""
+        return group_by_scale(self.selected.values())
 
     def path(self, shard: str) -> Path:
         return self.destination / self.job.shards[shard]
@@ -113,22 +119,29 @@ class ShardWork:
 
     def _lay_out(self, header: Header, encoded: Mapping[str, Encoded]) -> tuple[Header, list]:
         """The header of the compressed shard, and the whole file as ranges of the source's data and new bytes."""
-        replacements = {
-            name: _new_tensors(name, header.tensors[name].shape, planes) for name, planes in encoded.items()
-        }
+        replacements: dict[str, list[NewTensor]] = {}
+        for name, data in encoded.items():
+            plane = self.selected[name]
+            replacements.setdefault(plane.scale, []).extend(_new_tensors(plane, data))
         output, parts = replace_tensors(header, replacements)
         components = _components(encoded)
-        data = (part if isinstance(part, tuple) else components[part] for part in parts)
-        return output, [memoryview(output.raw), *data]
+        data_of_parts = (part if isinstance(part, tuple) else components[part] for part in parts)
+        return output, [memoryview(output.raw), *data_of_parts]
 
     def _encode(self, shard: str, header: Header, fd: int) -> tuple[dict[str, Encoded], dict[str, str]]:
-        planes = {name: self.selected[name] for name, _ in header.in_data_order() if name in self.selected}
+        planes = {
+            plane.name: plane
+            for name, _ in header.in_data_order()
+            if name in self.by_scale
+            for plane in self.by_scale[name]
+        }
         if not planes:
             return {}, {}
         from finegrained_kernels.checkpoint.codec import encode
 
-        def read_into(name: str, view: memoryview) -> None:
-            read_exact(fd, view, header.data_start + header.tensors[name].begin, shard, name)
+        def read_into(plane: Plane, view: memoryview) -> None:
+            begin = header.data_start + header.tensors[plane.scale].begin + plane.scale_begin
+            read_exact(fd, view, begin, shard, plane.scale)
 
         return encode(self.bundle, planes, read_into, self.device, shard)
 
@@ -142,9 +155,8 @@ def _components(encoded: Mapping[str, Encoded]) -> dict[str, memoryview]:
     }
 
 
-def _new_tensors(scale: str, shape: Sequence[int], encoded: Encoded) -> list[NewTensor]:
-    rows, cols = shape
+def _new_tensors(plane: Plane, encoded: Encoded) -> list[NewTensor]:
     return [
-        (scale + FIXED, "U8", (rows // SLAB_ROWS, slab_bytes(cols))),
-        (scale + EXCEPTIONS, "U32", (len(encoded.exceptions) // 4,)),
+        (plane.name + FIXED, "U8", (plane.rows // SLAB_ROWS, slab_bytes(plane.cols))),
+        (plane.name + EXCEPTIONS, "U32", (len(encoded.exceptions) // 4,)),
     ]

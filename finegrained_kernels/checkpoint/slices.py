@@ -5,7 +5,7 @@ Compressed planes are cut in wire form, without decoding: rows in whole 16-row s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,8 +30,17 @@ if TYPE_CHECKING:
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 GATE_UP = "gate_up_proj"
+NAMES = {GATE: (GATE, "w1"), UP: (UP, "w3"), DOWN: (DOWN, "w2")}
+"""What checkpoints call a projection: as Llama's are, or Mixtral's."""
 ORDERS = {"gate_up": (GATE, UP), "up_gate": (UP, GATE)}
 """What the stacked projection's rows are, from the top."""
+
+
+class _Half(NamedTuple):
+    """A projection of some experts: rows of planes, which are those of gate and up where one tensor has both."""
+
+    planes: list[Plane]
+    rows: range
 
 
 class _Cut(NamedTuple):
@@ -75,9 +84,8 @@ def load_layer_scales(
     """
     checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
     with TensorReader(checkpoint) as reader:
-        return read_compressed_stack(
-            reader, wanted, by_columns=projection == DOWN, tp_rank=tp_rank, tp_size=tp_size, device=device
-        )
+        cuts = _cut_stack(wanted, projection == DOWN, tp_rank, tp_size)
+        return _read_compressed_stack(reader, wanted, cuts, device)
 
 
 def load_layer_globals(
@@ -96,7 +104,7 @@ def load_layer_globals(
     """
     checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
     with TensorReader(checkpoint) as reader:
-        return read_globals(reader, wanted).to(device)
+        return read_globals(reader, [half.planes for half in wanted]).to(device)
 
 
 def read_compressed_stack(
@@ -112,17 +120,23 @@ def read_compressed_stack(
 
     ``by_columns`` says how tensor parallelism cuts each plane. Errors as for `load_layer_scales`.
     """
+    whole = [_Half(list(planes), range(planes[0].rows)) for planes in halves]
+    return _read_compressed_stack(reader, whole, _cut_stack(whole, by_columns, tp_rank, tp_size), device)
+
+
+def _read_compressed_stack(
+    reader: TensorReader, halves: Sequence[_Half], cuts: Sequence[_Cut], device: torch.device | str
+) -> Any:
     import torch
 
     from finegrained_kernels import load
 
-    cuts = _cut_stack(halves, by_columns, tp_rank, tp_size)
     rows, cols = sum(len(cut.rows) for cut in cuts), len(cuts[0].cols)
     if rows * cols > 1 << POSITION_BITS:
         message = f"{rows} x {cols} stacked is more than 2^{POSITION_BITS} bytes: load the halves apart"
-        raise CheckpointError(f"{halves[0][0].name}: {message}")
+        raise CheckpointError(f"{halves[0].planes[0].name}: {message}")
     bundle = load()
-    wires = [_read_wire(bundle, reader, planes, cut, device) for planes, cut in zip(halves, cuts, strict=True)]
+    wires = [_read_wire(bundle, reader, half.planes, cut, device) for half, cut in zip(halves, cuts, strict=True)]
     wire = wires[0].stack(wires[1]) if len(wires) == 2 else wires[0]
     words = wire.words.to(torch.int32).to(device).split(wire.counts.tolist())
     return bundle.prepare_nvfp4_csf_scales(wire.fixed.to(device), words, num_rows=rows, num_cols=cols)
@@ -140,7 +154,8 @@ def read_dense_stack(
     """The same of planes that are all dense, as they are: uint8 `[E, N, C]`."""
     import torch
 
-    cuts = _cut_stack(halves, by_columns, tp_rank, tp_size)
+    whole = [_Half(list(planes), range(planes[0].rows)) for planes in halves]
+    cuts = _cut_stack(whole, by_columns, tp_rank, tp_size)
     shape = len(halves[0]), sum(len(cut.rows) for cut in cuts), len(cuts[0].cols)
     stack = torch.empty(shape, dtype=torch.uint8, device=device)
     first = 0
@@ -156,22 +171,22 @@ def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> tor
 
     columns = []
     for planes in halves:
-        data = b"".join(reader.read(plane.global_scale) for plane in planes)
+        data = b"".join(reader.read_value(plane.global_scale, plane.part) for plane in planes)
         stored = torch.frombuffer(bytearray(data), dtype=torch.float32)
         divisors = torch.tensor([plane.global_scale_divides for plane in planes])
         columns.append(torch.where(divisors, 1 / stored, stored))
     return columns[0] if len(columns) == 1 else torch.stack(columns, dim=1)
 
 
-def _cut_stack(halves: Sequence[Sequence[Plane]], by_columns: bool, tp_rank: int, tp_size: int) -> list[_Cut]:
+def _cut_stack(halves: Sequence[_Half], by_columns: bool, tp_rank: int, tp_size: int) -> list[_Cut]:
     if tp_size < 1 or not 0 <= tp_rank < tp_size:
         raise CheckpointError(f"tp_rank must be from 0 to tp_size - 1, got {tp_rank} of {tp_size}")
-    first, *others = [planes[0] for planes in halves]
-    for other in others:
-        if (other.rows, other.cols) != (first.rows, first.cols):
-            shapes = f"{other.rows} x {other.cols}, but {first.name}: {first.rows} x {first.cols}"
+    first, *others = [(half.planes[0], len(half.rows)) for half in halves]
+    for other, rows in others:
+        if (rows, other.cols) != (first[1], first[0].cols):
+            shapes = f"{rows} x {other.cols}, but {first[0].name}: {first[1]} x {first[0].cols}"
             raise CheckpointError(f"{other.name}: {shapes}; gate and up are stacked only if they are alike")
-    return [_cut(planes, by_columns, tp_rank, tp_size) for planes in halves]
+    return [_cut(half, by_columns, tp_rank, tp_size) for half in halves]
 
 
 def _find(
@@ -180,7 +195,7 @@ def _find(
     projection: str,
     experts: Iterable[int] | None,
     order: str | None,
-) -> tuple[Checkpoint, list[list[Plane]]]:
+) -> tuple[Checkpoint, list[_Half]]:
     """The planes of every projection wanted, in the order wanted."""
     if projection == GATE_UP:
         if order not in ORDERS:
@@ -203,16 +218,32 @@ def _find(
         raise CheckpointError(f"{module}: experts must name at least one")
     wanted = []
     for name in projections:
-        missing = [expert for expert in experts if (expert, name) not in found]
-        if missing:
-            raise CheckpointError(f"{module}: no NVFP4 scales for {name} of experts {missing}")
-        wanted.append([found[expert, name] for expert in experts])
-    if any(plane.compressed for planes in wanted for plane in planes):
+        wanted.append(_half(module, found, name, experts))
+    if any(plane.compressed for half in wanted for plane in half.planes):
         marked, faults = marked_layers(checkpoint.config)
         raise_faults(faults)
         if module not in marked:
             raise CheckpointError([Fault(CONFIG, module, "has compressed scales, but is not marked as compressed")])
     return checkpoint, wanted
+
+
+def _half(module: str, found: Mapping[tuple[int, str], Plane], projection: str, experts: Sequence[int]) -> _Half:
+    """A projection of experts, by either name that it may have, or as rows of gate and up stacked."""
+    for name in (*NAMES[projection], *([GATE_UP] if projection != DOWN else [])):
+        planes = [found[expert, name] for expert in experts if (expert, name) in found]
+        if planes:
+            break
+    if len(planes) < len(experts):
+        name = name if planes else projection
+        names = f"{name} of experts {[expert for expert in experts if (expert, name) not in found]}"
+        others = ", ".join(sorted({other for _, other in found}))
+        raise CheckpointError(f"{module}: no NVFP4 scales for {names}; it has {others}")
+    rows = planes[0].rows
+    if name != GATE_UP:
+        return _Half(planes, range(rows))
+    if rows % 2:
+        raise CheckpointError(f"{planes[0].name}: {rows} rows are not those of gate and up")
+    return _Half(planes, range(rows // 2) if projection == GATE else range(rows // 2, rows))
 
 
 def _layer_planes(checkpoint: Checkpoint, layer: int | str) -> tuple[str, dict[tuple[int, str], Plane]]:
@@ -223,19 +254,20 @@ def _layer_planes(checkpoint: Checkpoint, layer: int | str) -> tuple[str, dict[t
     return matching[0], checkpoint.experts[matching[0]]
 
 
-def _cut(planes: Sequence[Plane], by_columns: bool, tp_rank: int, tp_size: int) -> _Cut:
+def _cut(half: _Half, by_columns: bool, tp_rank: int, tp_size: int) -> _Cut:
+    planes, own = half
     rows, cols = planes[0].rows, planes[0].cols
     for plane in planes:
         if (plane.rows, plane.cols) != (rows, cols):
             raise CheckpointError(f"{plane.name}: {plane.rows} x {plane.cols}, but {planes[0].name}: {rows} x {cols}")
-    extent, unit, what = (cols, 2, "columns") if by_columns else (rows, SLAB_ROWS, "rows")
+    extent, unit, what = (cols, 2, "columns") if by_columns else (len(own), SLAB_ROWS, "rows")
     units = extent // unit
     if extent % unit or units % tp_size:
         sizes = [size for size in range(1, units + 1) if units % size == 0 and extent % unit == 0]
         message = f"{extent} {what} cannot be cut into {tp_size} parts of a multiple of {unit}"
         raise CheckpointError(f"{planes[0].name}: {message}; tp_size can be {', '.join(map(str, sizes)) or 'none'}")
     part = range(tp_rank * extent // tp_size, (tp_rank + 1) * extent // tp_size)
-    return _Cut(range(rows), part) if by_columns else _Cut(part, range(cols))
+    return _Cut(own, part) if by_columns else _Cut(own[part.start : part.stop], range(cols))
 
 
 def _read_wire(
@@ -322,6 +354,7 @@ def _read_dense(reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> tor
     size = len(cut.rows) * cols
     data = memoryview(bytearray(len(planes) * size))
     for i, plane in enumerate(planes):
-        reader.read_into(plane.name, data[i * size : (i + 1) * size], cut.rows.start * cols)
+        begin = plane.scale_begin + cut.rows.start * cols
+        reader.read_into(plane.scale, data[i * size : (i + 1) * size], begin)
     dense = torch.frombuffer(data, dtype=torch.uint8).view(len(planes), len(cut.rows), cols)
     return dense[:, :, cut.cols.start : cut.cols.stop]

@@ -209,8 +209,9 @@ def _header_differences(checkpoint: Checkpoint, records: list[Record], job: Job)
 def _structure_differences(checkpoint: Checkpoint, source: Checkpoint, damaged: set[str]) -> Iterator[Fault]:
     """Names, dtypes, shapes and metadata that differ from the source's."""
     located = checkpoint.located
-    compressed = {name for name, plane in checkpoint.planes.items() if plane.compressed}
-    components = {tensor for name in compressed for tensor in checkpoint.planes[name].tensors}
+    planes = [plane for plane in checkpoint.planes.values() if plane.compressed]
+    compressed = {plane.scale for plane in planes}
+    components = {tensor for plane in planes for tensor in plane.tensors}
     damaged_names = {PurePosixPath(shard).name for shard in damaged}
     for name, (shard, info) in source.located.items():
         if name in compressed or PurePosixPath(shard).name in damaged_names:

@@ -268,7 +268,7 @@ def test_an_index_that_does_not_fit(source, tmp_path, change, message):
             "model.layers.7.mlp.experts",
         ),
         (
-            lambda layers: layers["model.layers.0.mlp.shared_expert.up_proj"].update(weight_scale_encoding="csf"),
+            lambda layers: layers["model.layers.0.mlp.shared_expert.up_proj"].pop("weight_scale_encoding"),
             "model.layers.0.mlp.shared_expert.up_proj",
         ),
     ],
@@ -382,7 +382,7 @@ def test_requests_that_make_no_sense_are_refused(source, compressed, tmp_path):
     refused("separate directories", source, source / "out")
     refused("separate directories", source, source.parent)
     refused("layout must be", source, tmp_path / "out", layout="zip")
-    refused("none of its 26", source, tmp_path / "out", include=["nothing"])
+    refused("no pattern matches any of its 26", source, tmp_path / "out", include=["nothing"])
     refused("compressed already", compressed / "hf", tmp_path / "out")
     refused("jobs must be at least 1", source, tmp_path / "out", jobs=0)
     refused("device 'abacus' cannot be used", source, tmp_path / "out", device="abacus")

@@ -47,19 +47,26 @@ def test_counts_add_up(source, tmp_path):
     assert before.least_bytes <= after.least_bytes < after.stored_bytes
 
     assert before.tp_sizes == [1, 2, 4]  # gate and up, 128 x 16, have 8 slabs; down, 256 x 8, has 4 pairs of columns
-    assert [(s.layer, s.projection) for s in after.scales] == [
-        (f"model.layers.{layer}.mlp.experts", projection)
+    assert [(s.kind, s.layer, s.projection, s.algorithm) for s in after.scales] == [
+        (kind, f"model.layers.{layer}.mlp.{module}", projection, "NVFP4")
         for layer in range(2)
-        for projection in ("down_proj", "gate_proj", "up_proj")
+        for kind, module, projection in (
+            ("experts", "experts", "down_proj"),
+            ("experts", "experts", "gate_proj"),
+            ("experts", "experts", "up_proj"),
+            ("shared experts", "shared_expert", "up_proj"),
+        )
     ]
     tensors = checkpoints.read_tensors(tmp_path / "small")
     for stats in after.scales:
-        names = [f"{stats.layer}.{expert}.{stats.projection}.weight_scale" for expert in range(4)]
+        experts = [f".{expert}" for expert in range(4)] if stats.kind == "experts" else [""]
+        names = [f"{stats.layer}{expert}.{stats.projection}.weight_scale" for expert in experts]
         words = sum(tensors[f"{name}.nvfp4_csf_exceptions"].numel() for name in names if name not in tensors)
         left_dense = stats.projection == "up_proj" and ".1." in stats.layer
-        assert (stats.planes, stats.compressed, stats.exceptions) == (4, 0 if left_dense else 4, words)
+        count = len(experts)
+        assert (stats.planes, stats.compressed, stats.exceptions) == (count, 0 if left_dense else count, words)
         assert stats.exception_rate == (None if left_dense else words / stats.dense_bytes)
-        assert stats.rows * stats.cols * 4 == stats.dense_bytes
+        assert stats.rows * stats.cols * count == stats.dense_bytes
 
 
 def test_fits_counts_gpus(source):
@@ -137,10 +144,10 @@ def test_the_commands_work_together(source, tmp_path):
     before = checkpoints.tree(source)
     small, out = tmp_path / "small", tmp_path / "out"
     dry = run("compress", source, small, "--dry-run")
-    assert "24 of 26 NVFP4 scales would be compressed" in dry and not small.exists()
-    assert run("compress", source, small, "--jobs", 2).startswith("24 scales: ")
+    assert "26 of 26 NVFP4 scales would be compressed" in dry and not small.exists()
+    assert run("compress", source, small, "--jobs", 2).startswith("26 scales: ")
     assert "3 of 3 shards were finished already" in run("compress", source, small)
-    assert "24 compressed scales: digests match, equal to the source" in run("verify", small, "--against", source)
+    assert "26 compressed scales: digests match, equal to the source" in run("verify", small, "--against", source)
     assert "every file has its original SHA-256" in run("restore", small, out)
     assert checkpoints.tree(out) == before == checkpoints.tree(source)
     table = run("inspect", small)

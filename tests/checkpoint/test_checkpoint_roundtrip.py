@@ -32,6 +32,8 @@ SHARDINGS = {
     "subfolder": lambda name: f"weights/{checkpoints.by_layer(name)}",
 }
 
+MARKED = {f"model.layers.{layer}.mlp.{name}" for layer in range(2) for name in ("experts", "shared_expert.up_proj")}
+
 
 def marked(root: Path) -> dict:
     config = json.loads((root / "config.json").read_text())["quantization_config"]
@@ -71,10 +73,10 @@ def test_round_trip(bundle, tmp_path, layout, sharding):
     before = checkpoints.tree(source)
 
     report = compress(source, tmp_path / "small", layout=layout)
-    assert (report.compressed, report.left_dense) == (24, {})
+    assert (report.compressed, report.left_dense) == (26, {})
     assert report.compressed_bytes < report.dense_bytes
     compressed = assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))
-    assert compressed == {name for name in tensors if ".experts." in name and name.endswith(".weight_scale")}
+    assert compressed == {name for name in tensors if name.endswith(".weight_scale")}
 
     assert verify(tmp_path / "small", against=source).faults == []
     restore(tmp_path / "small", tmp_path / "restored")
@@ -127,7 +129,7 @@ def test_index_and_config_describe_the_result(tmp_path):
     entry = {"quant_algo": "NVFP4", "group_size": 16}
     expected = {
         "model.layers.0.mlp.experts": entry | {"weight_scale_encoding": "csf"},
-        "model.layers.0.mlp.shared_expert.up_proj": entry,
+        "model.layers.0.mlp.shared_expert.up_proj": entry | {"weight_scale_encoding": "csf"},
         "model.layers.1.mlp.experts": entry,
         "model.layers.1.mlp.shared_expert.up_proj": entry,
     }
@@ -154,17 +156,17 @@ def test_entries_of_a_mixed_precision_config_stay(tmp_path):
     layers = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["quantized_layers"]
     assert layers.items() >= other.items()
     assert not layers.keys() & per_expert.keys()
-    assert marked(tmp_path / "small").keys() == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    assert marked(tmp_path / "small").keys() == MARKED
 
 
 def test_compressed_tensors_keep_their_names_and_divisors(bundle, tmp_path):
     tensors = checkpoints.as_compressed_tensors(checkpoints.random_moe())
     source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.COMPRESSED_TENSORS_CONFIG)
     compress(source, tmp_path / "small")
-    assert len(assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))) == 24
+    assert len(assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))) == 26
     quantization = json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]
     assert quantization["quant_method"] == "compressed-tensors"
-    assert marked(tmp_path / "small").keys() == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    assert marked(tmp_path / "small").keys() == MARKED
     assert verify(tmp_path / "small", against=source).faults == []
     restore(tmp_path / "small", tmp_path / "restored")
     assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(source)
@@ -198,7 +200,7 @@ def test_planes_that_would_grow_or_cannot_be_compressed_stay_dense(bundle, tmp_p
         f"{narrow}.weight_scale": "40",
         f"{odd}.weight_scale": "3",
     }
-    assert len(assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))) == 21
+    assert len(assert_same_model(bundle, tensors, checkpoints.read_tensors(tmp_path / "small"))) == 23
     assert verify(tmp_path / "small", against=source).faults == []
     restore(tmp_path / "small", tmp_path / "restored")
     assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(source)

@@ -1,0 +1,64 @@
+"""What kind of layer a module is, and in what a checkpoint's headers say its weights are stored. For people to read."""
+
+from __future__ import annotations
+
+import re
+
+from finegrained_kernels.checkpoint.headers import TensorInfo
+from finegrained_kernels.checkpoint.names import Located, Plane
+
+# By the first that any part of the module's name matches.
+_KINDS = {
+    "vision": r"visual|vision_\w+|vit",
+    "MTP": r"mtp\w*|nextn\w*",
+    "experts": r"experts",
+    "shared experts": r"shared_experts?(_gate)?",
+    "linear attention": r"linear_attn|mamba|mixer|ssm",
+    "attention": r"\w*attn|\w*attention",
+    "MLP": r"mlp|feed_forward|ffn|block_sparse_moe",
+    "lm_head": r"lm_head",
+    "embeddings": r"embed_\w+|\w*embeddings?",
+}
+FLOATS = ("BF16", "F16", "F32", "F64")
+_FP8 = ("F8_E4M3", "F8_E5M2")
+_FP8_SCALES = (".weight_scale", ".weight_scale_inv", "_weight_scale", "_scale_inv")
+
+
+def layer_kind(module: str) -> str:
+    """Experts, shared experts, attention and so on, by the module's name; "other" if that tells nothing."""
+    parts = module.split(".")
+    for kind, pattern in _KINDS.items():
+        if any(re.fullmatch(pattern, part) for part in parts):
+            return kind
+    return "other"
+
+
+def other_formats(located: Located, planes: dict[str, Plane]) -> dict[str, str | None]:
+    """Weights that are quantized, and not NVFP4: the format of each by tensor name; None for one that is not known."""
+    claimed = {plane.weight for plane in planes.values()}
+    return {
+        name: _format(name, info, located)
+        for name, (_, info) in located.items()
+        if name not in claimed and len(info.shape) > 1 and info.dtype not in FLOATS and _is_weight(name, info.dtype)
+    }
+
+
+def _is_weight(name: str, dtype: str) -> bool:
+    last = name.rpartition(".")[2]
+    return last in ("weight", "weight_packed", "qweight") or (last.endswith(("_proj", "_blocks")) and dtype != "BOOL")
+
+
+def _format(name: str, info: TensorInfo, located: Located) -> str | None:
+    if info.dtype not in _FP8:
+        return None
+    module = name.removesuffix(".weight")
+    scale = next((located[module + suffix][1] for suffix in _FP8_SCALES if module + suffix in located), None)
+    if scale is None:
+        return None
+    rows, cols = info.shape[-2:]
+    if scale.dtype in ("U8", "F8_E8M0"):
+        return "MXFP8" if scale.shape[-1] * 32 == cols else None
+    count = scale.nbytes // {"F32": 4, "BF16": 2, "F16": 2}.get(scale.dtype, 1)
+    if count == 1:
+        return "FP8, a scale a tensor"
+    return "FP8, a scale a channel" if count == rows else "FP8, a scale a block"
