@@ -18,7 +18,7 @@ from checkpoints import read_tensors, tree
 from finegrained_kernels.checkpoint import compress, restore, verify
 from finegrained_kernels.integrations.transformers import FP8Linear, nvfp4_experts, nvfp4_linears
 from moe_models import load
-from replicas import Stored, cosine, small_config, store_fp8, store_nvfp4, write_replica
+from replicas import Stored, cosine, quantizing_model, small_config, store_fp8, store_nvfp4, write_replica
 
 IDS = (torch.arange(24) * 7 % 128).view(1, -1)
 
@@ -61,6 +61,7 @@ def pack_quantized(ignore: list[str], *, activations: dict | None = None, **more
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}
 """All experts for each token: a choice between experts that are nearly equal would depend on the dtype."""
 
+GLU = ("gate", "up", "down")
 HYBRID = {
     "shared_expert_intermediate_size": 64,
     "linear_num_value_heads": 4,
@@ -238,3 +239,52 @@ def test_saved_and_loaded_again(replicas, name, form, tmp_path):
             assert torch.equal(saved[key].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), key
         again = load(tmp_path / strategy, model_class=kind.model_class)
         assert torch.equal(logits_of(again), logits_of(model))
+
+
+LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+CALIBRATED = {
+    "modelopt": (
+        lambda: small_config("qwen3"),
+        every_linear(lambda weight: store_nvfp4(weight, input_scale=True)),
+        modelopt("NVFP4", ignore=["lm_head"]),
+    ),
+    "llm_compressor": (
+        lambda: small_config("qwen3_moe", **MOE),
+        every_linear(lambda weight: store_nvfp4(weight, divides=True, input_scale=True)),
+        pack_quantized(["lm_head", "re:.*mlp.gate$"], activations=LOCAL),
+    ),
+    "mixed_by_layer": (
+        lambda: small_config("qwen3"),
+        every_linear(lambda weight: store_nvfp4(weight, input_scale=True)),
+        modelopt(
+            "MIXED_PRECISION",
+            quantized_layers={
+                f"model.layers.{layer}.{block}.{name}_proj": {"quant_algo": algorithm}
+                for layer in range(2)
+                for block, names, algorithm in (("self_attn", "qkvo", "NVFP4"), ("mlp", GLU, "W4A16_NVFP4"))
+                for name in names
+            },
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibrated_activations_are_those_of_a_reference(bundle, tmp_path, name):
+    config, store, said = CALIBRATED[name]
+    paths = write_replica(tmp_path, config(), store, {"config.json": {"quantization_config": said}})
+
+    def is_quantized(module: str) -> bool:
+        return (
+            module != "lm_head"
+            and ".gate" not in module.removesuffix("gate_proj")
+            and (name != "mixed_by_layer" or "self_attn" in module)
+        )
+
+    expected = logits_of(quantizing_model(paths, is_quantized))
+    model = load(paths["dense"])
+    assert all(layer.input_global is not None for layer in nvfp4_linears(model) if layer.activation_format is None)
+    assert cosine(logits_of(model), expected) >= 0.9999
+    # The bound tells: without quantized activations, or with them everywhere, logits are elsewhere.
+    for other in ("bf16", "nvfp4_dynamic"):
+        assert cosine(logits_of(load(paths["dense"], activation_format=other)), expected) < 0.9999

@@ -185,3 +185,43 @@ def small_config(architecture: str, **changes) -> transformers.PreTrainedConfig:
 
 def cosine(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(actual.double().flatten(), expected.double().flatten(), dim=0))
+
+
+def quantize_activations(values: torch.Tensor, global_scale: float = INPUT_SCALE) -> np.ndarray:
+    """float64 `[M, K]`: what is left of the values in NVFP4 with a calibrated global scale."""
+    return dequantized(*nvfp4(values.float().numpy(), np.float32(global_scale)), np.float32(global_scale))
+
+
+def product(values: torch.Tensor, weight: torch.Tensor, quantize: bool = True) -> torch.Tensor:
+    """`[M, N]` in the values' dtype, of activations that are quantized first, or not."""
+    rows = values.reshape(-1, values.shape[-1])
+    flat = quantize_activations(rows) if quantize else rows.double().numpy()
+    return torch.from_numpy(flat @ weight.double().numpy().T).to(values.dtype).view(*values.shape[:-1], -1)
+
+
+def quantizing_model(paths: dict[str, Path], is_quantized: Callable[[str], bool]) -> torch.nn.Module:
+    """The model in bfloat16 with float weights, of which some layers quantize what they read (W4A4)."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        paths["float"], dtype=torch.bfloat16, experts_implementation="eager"
+    )
+    floats = read_tensors(paths["float"])
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            weight, quantize = floats[f"{name}.weight"], is_quantized(name)
+            module.forward = lambda x, weight=weight, quantize=quantize: product(x, weight, quantize)
+        elif hasattr(module, "gate_up_proj") and is_quantized(name):
+            names = ("gate_proj", "up_proj", "down_proj")
+            weights = [[floats[f"{name}.{e}.{n}.weight"] for n in names] for e in range(len(module.gate_up_proj))]
+            module.forward = lambda x, index, top, weights=weights: _experts(x, index, top, weights)
+    return model
+
+
+def _experts(x: torch.Tensor, index: torch.Tensor, top: torch.Tensor, weights: list) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, choice in np.ndindex(*index.shape):
+        gate, up, down = weights[index[token, choice]]
+        inner = quantize_activations(x[token : token + 1])
+        gate, up = (inner @ w.double().numpy().T for w in (gate, up))
+        inner = torch.from_numpy(gate / (1 + np.exp(-gate)) * up).to(x.dtype)
+        out[token] += float(top[token, choice]) * product(inner, down)[0].double()
+    return out.to(x.dtype)

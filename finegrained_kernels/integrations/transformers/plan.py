@@ -184,19 +184,28 @@ def _check_nothing_ignored(checkpoint: Checkpoint, plan: ModelPlan, rename: Rena
 
 
 def _check_nothing_missing(model: PreTrainedModel, checkpoint: Checkpoint, plan: ModelPlan, rename: Renaming) -> None:
-    """Raise if transformers would initialize anything at random, for want of a tensor."""
-    loaded = {target for name in checkpoint.located if name not in plan.hidden for target in rename.targets(name)}
+    """Raise if transformers would initialize anything at random, for want of a tensor or of its shape."""
+    loaded: set[str] = set()
+    faults = []
+    for name, (shard, info) in checkpoint.located.items():
+        if name in plan.hidden:
+            continue
+        loaded.update(rename.targets(name))
+        target, pattern = rename(name)
+        if pattern is None and target in rename.state and rename.state[target].shape != info.shape:
+            expected = f"expected shape {list(rename.state[target].shape)}, as the config says"
+            faults.append(Fault(shard, name, f"{expected}, got {list(info.shape)}"))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
-    missing = [
-        name
+    faults += [
+        Fault(checkpoint.root.name, name, "the model needs it, and no shard has it")
         for name in rename.state
         if name not in loaded
         and name not in plan.stood_in
         and name not in tied
         and not any(pattern.search(name) for pattern in ignored)
     ]
-    raise_faults(Fault(checkpoint.root.name, name, "the model needs it, and no shard has it") for name in missing)
+    raise_faults(faults)
 
 
 def belongs_to(name: str, sources: Iterable[str]) -> bool:
