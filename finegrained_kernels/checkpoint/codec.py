@@ -82,10 +82,10 @@ def encode(
         if not torch.equal(decoded.view(-1).view(torch.int64), source.view(-1).view(torch.int64)):
             plane = batch[int((decoded != source).flatten(1).any(1).nonzero()[0])]
             raise CheckpointError([Fault(shard, plane.name, "does not decode to the bytes it was encoded from")])
-        streams, words = to_bytes(fixed), to_bytes(torch.cat([words.view(torch.int32) for words in exceptions]))
+        streams, words = to_bytes(fixed), to_bytes(exceptions.words)
         size, end = fixed.shape[1], 0
-        for i, plane in enumerate(batch):
-            begin, end = end, end + exceptions[i].nbytes
+        for i, (plane, count) in enumerate(zip(batch, exceptions.counts, strict=True)):
+            begin, end = end, end + 4 * count
             before[plane.scale] = before.get(plane.scale, 0) + plane.nbytes
             after[plane.scale] = after.get(plane.scale, 0) + size + end - begin
             encoded[plane.name] = Encoded(streams[i * size : (i + 1) * size], words[begin:end])
@@ -104,17 +104,28 @@ def decode(bundle: ModuleType, batch: Sequence[Plane], reader: TensorReader, dev
     import torch
 
     rows, cols = batch[0].rows, batch[0].cols
-    size = fixed_bytes(rows, cols)
-    streams = memoryview(bytearray(len(batch) * size))
-    words = [reader.read(plane.tensors[1]) for plane in batch]
-    for i, plane in enumerate(batch):
-        reader.read_into(plane.tensors[0], streams[i * size : (i + 1) * size])
-    fixed = torch.frombuffer(streams, dtype=torch.uint8).view(len(batch), size).to(device)
-    joined = bytearray(b"".join(words)) or bytearray(4)  # frombuffer takes no empty buffer
-    counts = [len(own) // 4 for own in words]
-    exceptions = torch.frombuffer(joined, dtype=torch.int32)[: sum(counts)].to(device).split(counts)
-    scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=rows, num_cols=cols)
+    wire = bundle.NVFP4CSFWire(*read_wire(batch, reader, range(rows)), rows, cols).to(device)
+    scales = bundle.NVFP4CSFScales.from_wire(wire)
     return to_bytes(bundle.decompress_nvfp4_csf_scales(scales).view(torch.uint8))
+
+
+def read_wire(
+    planes: Sequence[Plane], reader: TensorReader, rows: range
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of compressed planes of one geometry: the slabs of ``rows``, uint8 `[E, bytes]`, all exceptions int32 `[X]`, and
+    where each plane's end, int64 `[E]`."""
+    import torch
+
+    begin, end = (fixed_bytes(row, planes[0].cols) for row in (rows.start, rows.stop))
+    size = end - begin
+    streams = memoryview(bytearray(len(planes) * size))
+    words = [reader.read(plane.tensors[1]) for plane in planes]
+    for i, plane in enumerate(planes):
+        reader.read_into(plane.tensors[0], streams[i * size : (i + 1) * size], begin)
+    fixed = torch.frombuffer(streams, dtype=torch.uint8).view(len(planes), size)
+    ends = torch.tensor([len(own) // 4 for own in words]).cumsum(0)
+    joined = bytearray(b"".join(words)) or bytearray(4)  # frombuffer takes no empty buffer
+    return fixed, torch.frombuffer(joined, dtype=torch.int32)[: int(ends[-1])], ends
 
 
 def to_bytes(tensor: torch.Tensor) -> memoryview:

@@ -10,20 +10,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finegrained_kernels.checkpoint.codec import read_wire
 from finegrained_kernels.checkpoint.config import marked_layers
 from finegrained_kernels.checkpoint.contents import TensorReader
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint, open_checkpoint
 from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane, layer_number
-from finegrained_kernels.checkpoint.wire import (
-    MAX_BASE,
-    POSITION_BITS,
-    POSITION_MASK,
-    SLAB_ROWS,
-    Wire,
-    slab_bytes,
-    words_in_rows,
-)
+from finegrained_kernels.checkpoint.wire import MAX_BASE, POSITION_BITS, SLAB_ROWS
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +120,6 @@ def read_compressed_stack(
 def _read_compressed_stack(
     reader: TensorReader, halves: Sequence[_Half], cuts: Sequence[_Cut], device: torch.device | str
 ) -> Any:
-    import torch
 
     from finegrained_kernels import load
 
@@ -138,8 +130,7 @@ def _read_compressed_stack(
     bundle = load()
     wires = [_read_wire(bundle, reader, half.planes, cut, device) for half, cut in zip(halves, cuts, strict=True)]
     wire = wires[0].stack(wires[1]) if len(wires) == 2 else wires[0]
-    words = wire.words.to(torch.int32).to(device).split(wire.counts.tolist())
-    return bundle.prepare_nvfp4_csf_scales(wire.fixed.to(device), words, num_rows=rows, num_cols=cols)
+    return bundle.NVFP4CSFScales.from_wire(wire)
 
 
 def read_dense_stack(
@@ -272,78 +263,44 @@ def _cut(half: _Half, by_columns: bool, tp_rank: int, tp_size: int) -> _Cut:
 
 def _read_wire(
     bundle: ModuleType, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str
-) -> Wire:
-    """The slices of all planes, in order, whether compressed or not."""
-    import torch
-
+) -> Any:
+    """The slices of all planes, in order, whether compressed or not: the bundle's `NVFP4CSFWire`, on ``device``."""
     compressed = [i for i, plane in enumerate(planes) if plane.compressed]
     dense = [i for i, plane in enumerate(planes) if not plane.compressed]
-    parts = []
+    wires = []
     if compressed:
-        parts.append(_read_compressed(reader, [planes[i] for i in compressed], cut))
+        wires.append(_read_compressed(bundle, reader, [planes[i] for i in compressed], cut).to(device))
     if dense:
-        parts.append(_compress(bundle, reader, [planes[i] for i in dense], cut, device))
-    if len(parts) == 1:
-        return parts[0]
-    order = torch.tensor(compressed + dense).argsort()
-    words = [words for part in parts for words in part.words.split(part.counts.tolist())]
-    return parts[0]._replace(
-        fixed=torch.cat([part.fixed for part in parts])[order],
-        words=torch.cat([words[i] for i in order.tolist()]),
-        counts=torch.cat([part.counts for part in parts])[order],
-    )
+        wires.append(_compress(bundle, reader, [planes[i] for i in dense], cut, device))
+    if len(wires) == 1:
+        return wires[0]
+    found = compressed + dense
+    return wires[0].with_planes(wires[1], sorted(range(len(found)), key=found.__getitem__))
 
 
-def _read_compressed(reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> Wire:
+def _read_compressed(bundle: ModuleType, reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> Any:
     """Read the slabs of the rows that are wanted, and all exceptions, since they have no index."""
-    import torch
-
-    checkpoint = reader.checkpoint
     rows, cols = planes[0].rows, planes[0].cols
-    begin, end = (row // SLAB_ROWS * slab_bytes(cols) for row in (cut.rows.start, cut.rows.stop))
-    fixed = memoryview(bytearray(len(planes) * (end - begin)))
-    data = bytearray()
-    for i, plane in enumerate(planes):
-        reader.read_into(plane.tensors[0], fixed[i * (end - begin) : (i + 1) * (end - begin)], begin)
-        data += reader.read(plane.tensors[1])
-    counts = torch.tensor([checkpoint.located[plane.tensors[1]][1].nbytes // 4 for plane in planes])
-    words = torch.frombuffer(data, dtype=torch.int32).to(torch.int64) if data else torch.empty(0, dtype=torch.int64)
-    words &= 0xFFFFFFFF
-
-    position = words & POSITION_MASK
-    plane_of = torch.repeat_interleave(torch.arange(len(planes)), counts)
-    keys = position + plane_of * rows * cols
-    wrong = position >= rows * cols
-    wrong[1:] |= keys[1:] <= keys[:-1]
-    if wrong.any():  # what is cut away would hide it from the bundle's own check
-        name = planes[int(plane_of[wrong.nonzero()[0]])].name + EXCEPTIONS
-        message = f"exceptions are out of order, or beyond a plane of {rows} x {cols}"
-        raise CheckpointError([Fault(checkpoint.located[name][0], name, message)])
-
-    stream = torch.frombuffer(fixed, dtype=torch.uint8).view(len(planes), -1)
-    bases = stream.view(len(planes), -1, slab_bytes(cols))[:, :, :SLAB_ROWS]
-    if (bases > MAX_BASE).any():
-        name = planes[int((bases > MAX_BASE).nonzero()[0, 0])].name + FIXED
-        raise CheckpointError([Fault(checkpoint.located[name][0], name, f"a base is above {MAX_BASE}")])
-
-    words, counts = words_in_rows(words, counts, cols, cut.rows)
-    wire = Wire(stream, words, counts, len(cut.rows), cols)
-    return wire if len(cut.cols) == cols else wire.cut_cols(cut.cols.start, cut.cols.stop)
+    try:  # what is cut away would hide a fault from the check of what is prepared
+        wire = bundle.NVFP4CSFWire.of_rows(*read_wire(planes, reader, cut.rows), cut.rows, num_rows=rows, num_cols=cols)
+    except bundle.WireFault as fault:
+        name = planes[fault.plane].name + (FIXED if fault.part == "fixed" else EXCEPTIONS)
+        message = f"a base is above {MAX_BASE}"
+        if fault.part == "exceptions":
+            message = f"exceptions are out of order, or beyond a plane of {rows} x {cols}"
+        raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)]) from fault
+    return wire if len(cut.cols) == cols else wire.cut(cols=cut.cols)
 
 
 def _compress(
     bundle: ModuleType, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str
-) -> Wire:
-    import torch
-
+) -> Any:
     dense = _read_dense(reader, planes, cut).to(device)
     try:
-        fixed, exceptions = bundle.compress_nvfp4_csf_scales(dense)
+        wire = bundle.compress_nvfp4_csf_scales(dense)
     except ValueError as error:
         raise CheckpointError(f"{planes[0].name}: {error}") from error
-    counts = torch.tensor([words.numel() for words in exceptions])
-    words = torch.cat([words.view(torch.int32) for words in exceptions]).cpu().to(torch.int64) & 0xFFFFFFFF
-    return Wire(fixed.cpu(), words, counts, len(cut.rows), len(cut.cols))
+    return bundle.NVFP4CSFWire.of(*wire, num_rows=len(cut.rows), num_cols=len(cut.cols))
 
 
 def _read_dense(reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> torch.Tensor:

@@ -205,7 +205,7 @@ def test_exceptions_written_after_compress_returns(bundle):
 
 
 def test_the_class_is_the_same_for_compress_and_to_wire(bundle, stack, exceptions):
-    wire = importlib.import_module(f"{bundle.__name__}.csf.wire")
+    wire = importlib.import_module(f"{bundle.__name__}.csf.exception_list")
     scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, exceptions, **stack.geometry)
     assert type(exceptions) is type(scales.to_wire()[1]) is wire.ExceptionList
     assert_same(scales.to_wire()[1].ends.int(), exceptions.ends.int(), "ends")

@@ -105,7 +105,7 @@ def misaligned_codes_case(bundle: ModuleType) -> None:
 def encode_case(bundle: ModuleType, shape: tuple[int, int, int], low: int = 100, high: int = 112) -> None:
     """Bytes of a range, modulo 256, with exceptions. Where they are scattered all 241 bases have to be tried: slow."""
     encode_triton = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
-    exception_list = importlib.import_module(f"{bundle.__name__}.csf.wire").ExceptionList
+    exception_list = importlib.import_module(f"{bundle.__name__}.csf.exception_list").ExceptionList
     rng = np.random.default_rng(sum(shape))
     planes = rng.integers(low, high, shape).astype(np.uint8)
     planes[:, ::4, -2] = 0x00  # where they do not move the first columns' mean, which would cost a search as well

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
 from .csf.encode import compress_nvfp4_csf_scales
 from .csf.scales import NVFP4CSFScales, prepare_nvfp4_csf_scales
+from .csf.wire import NVFP4CSFWire, WireFault
 from .gemm.api import matmul_2d, matmul_batched, matmul_grouped
 from .moe.experts import NVFP4Experts
 from .moe.layer import expand_scales, moe_forward, uses_expanded_scales
@@ -16,8 +17,10 @@ from .swizzle import swizzle_mx_scales, unswizzle_mx_scales
 
 __all__ = [
     "NVFP4CSFScales",
+    "NVFP4CSFWire",
     "NVFP4Experts",
     "ScalePrefetcher",
+    "WireFault",
     "compress_nvfp4_csf_scales",
     "compute_grouped_scheduling",
     "csf_workspace_size",

@@ -12,7 +12,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from finegrained_kernels.checkpoint import Checkpoint
 from finegrained_kernels.checkpoint.names import Plane
-from finegrained_kernels.checkpoint.wire import POSITION_MASK, SLAB_ROWS, fixed_bytes, slab_bytes
+from finegrained_kernels.checkpoint.wire import SLAB_ROWS, slab_bytes
 from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule
 from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, input_scale_name
 from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP4Linear
@@ -145,23 +145,10 @@ def _scales(
         dense = dense.view(torch.uint8).contiguous()
     if any(plane.compressed for plane in planes):
         if kept:
-            fixed, exceptions = scales.to_wire()
-            fixed, exceptions = _cut_wire(fixed, exceptions, rows, cols, first_row)
+            wire = bundle.NVFP4CSFWire.of(*scales.to_wire(), num_rows=scales.num_rows, num_cols=cols)
+            wire = wire.cut(rows=range(first_row, first_row + rows))
+            fixed, exceptions = wire.fixed, wire.exceptions
         else:
             fixed, exceptions = bundle.compress_nvfp4_csf_scales(dense)
     for expert, plane in enumerate(planes):
-        yield (fixed[expert].clone(), exceptions[expert]) if plane.compressed else (dense[expert],)
-
-
-def _cut_wire(
-    fixed: torch.Tensor, exceptions: Sequence[torch.Tensor], rows: int, cols: int, first_row: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Some rows of every plane, in wire form: their slabs, and the exceptions in them, counted from the first."""
-    fixed = fixed[:, fixed_bytes(first_row, cols) : fixed_bytes(first_row + rows, cols)]
-    begin, end = first_row * cols, (first_row + rows) * cols
-    cut = []
-    for words in exceptions:
-        position = words.view(torch.int32) & POSITION_MASK
-        keep = (position >= begin) & (position < end)
-        cut.append((words.view(torch.int32)[keep] - begin).view(torch.uint32))
-    return fixed, cut
+        yield (fixed[expert].clone(), exceptions[expert].clone()) if plane.compressed else (dense[expert],)

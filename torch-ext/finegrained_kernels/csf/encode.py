@@ -11,7 +11,7 @@ import torch
 from ..arguments import kind_of, no_dense_tensor
 from ..formats import NVFP4_CSF
 from ..one_thread import on_one_thread
-from .wire import ExceptionList
+from .exception_list import ExceptionList
 
 _CHUNK_BYTES = 1 << 18
 """Bytes encoded at a time by torch, so that every pass after the first finds them, and their counters, in cache."""
