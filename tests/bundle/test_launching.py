@@ -221,3 +221,33 @@ def test_equal_constants_are_bound_once_and_true_is_not_one(launching, decode_tr
     assert launching.bind(kernel, ALIGNED=True) is launching.bind(kernel, ALIGNED=True)
     assert launching.bind(kernel, ALIGNED=True) is not launching.bind(kernel, ALIGNED=1)
     assert launching.bind(kernel, ALIGNED=True) is not launching.bind(kernel, ALIGNED=True, num_warps=8)
+
+
+@pytest.mark.parametrize("scratch", [0, 16])
+def test_the_shortest_way_gives_the_driver_what_triton_does(launching, monkeypatch, scratch):
+    """Triton's own launcher, of the version that is installed, is asked what it passes on."""
+    from triton.backends.nvidia import driver
+
+    given: list[tuple] = []
+    launcher = object.__new__(driver.CudaLauncher)
+    facts = {"num_ctas": 1, "global_scratch_size": scratch, "global_scratch_align": 16, "profile_scratch_size": 0}
+    facts |= {"profile_scratch_align": 16, "launch_cooperative_grid": False, "launch_pdl": True, "gsan_enabled": False}
+    facts |= {
+        "arg_annotations": ["annotations"],
+        "kernel_signature": b"signature",
+        "launch": lambda *a: given.append(a),
+    }
+    for name, value in facts.items():
+        setattr(launcher, name, value)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(), raising=False)
+    launcher_takes_scratch = lambda *arguments: 7  # noqa: E731
+    monkeypatch.setattr(
+        triton.runtime._allocation, "_allocator", SimpleNamespace(get=lambda: launcher_takes_scratch), raising=False
+    )
+    launch = launching.Launch(launcher, 5, (4, 1, 0), (1, 2, 3), (), [])
+    call, between, is_packed = launching.shortest_way(launch)
+    values = (11, None, (12, 13), 0.5)
+    launcher(1, 2, 3, 9, 5, (4, 1, 0), None, None, None, *values)
+    call(1, 2, 3, 9, *between, *((values,) if is_packed else values))
+    assert given[0] == given[1]
+    assert (call is launcher) == (bool(scratch) or launching._version() not in ((3, 6), (3, 9)))

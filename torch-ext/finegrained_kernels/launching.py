@@ -14,12 +14,15 @@ profiler's hooks, arguments of other types.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, Callable
 
 import torch
 import triton
 
 from .device import on_device
+from .recording import Launch, current_recorder, forgo_plan
 
 _FIRST_VERSION, _LAST_VERSION = (3, 6), (3, 9)
 """Versions of Triton whose `CompiledKernel.run` takes what `BoundKernel` passes."""
@@ -42,8 +45,10 @@ class BoundKernel:
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         device = arguments[0].device
         trailing = self._trailing
-        specialized = None if trailing is None or _is_observed(self.kernel) else specialize(arguments)
+        is_known = trailing is not None and not self.kernel.pre_run_hooks and not is_observed()
+        specialized = specialize(arguments) if is_known else None
         if trailing is None or specialized is None:
+            forgo_plan()
             with on_device(device):
                 self.kernel[grid](*arguments, **self.constants)
             return
@@ -54,15 +59,26 @@ class BoundKernel:
         kinds, values = specialized
         key = (index, *kinds)
         compiled = self._compiled.get(key)
+        x, y, z = (*grid, 1, 1)[:3]
         if compiled is None:
             kernel = self.kernel[grid](*arguments, **self.constants)
             if isinstance(kernel, triton.compiler.CompiledKernel) and kernel.metadata.target.backend == "cuda":
-                self._compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata)
+                compiled = self._compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata)
+                self._record(compiled, (x, y, z), arguments)
+            else:
+                forgo_plan()
             return
+        self._record(compiled, (x, y, z), arguments)
         run, function, metadata = compiled
-        x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(index)
         run(x, y, z, stream, function, metadata, None, None, None, *values, *trailing)
+
+    def _record(self, compiled: tuple, grid: tuple[int, int, int], arguments: tuple) -> None:
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.launches.append(
+                Launch(*compiled, grid, (*arguments, *(self._trailing or ())), self.kernel.pre_run_hooks)
+            )
 
 
 @functools.lru_cache(maxsize=None, typed=True)
@@ -105,10 +121,13 @@ def _int_class(value: int) -> int:
     return 3 * width + (1 if value == 1 else 2 if value % 16 == 0 else 0)
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
 def _is_known_case(kernel: Any) -> bool:
     """A jitted kernel, not an interpreted one, of a known Triton, on torch for NVIDIA GPUs."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    known = torch.version.cuda is not None and _FIRST_VERSION <= version <= _LAST_VERSION
+    known = torch.version.cuda is not None and _FIRST_VERSION <= _version() <= _LAST_VERSION
     return known and isinstance(kernel, triton.runtime.JITFunction)
 
 
@@ -124,13 +143,34 @@ def _trailing_constants(kernel: Any, constants: dict[str, Any]) -> tuple | None:
     return tuple(values)
 
 
-def _is_observed(kernel: Any) -> bool:
-    """Whether somebody wants to see launches, or to have kernels compiled differently than before."""
+def shortest_way(launch: Launch) -> tuple[Callable, tuple, bool]:
+    """(callee, what it takes between stream and kernel arguments, whether it takes these as one tuple).
+
+    `run` is Python: it looks for scratch memory, and calls what is compiled. Where the kernel has no scratch, and
+    Triton is of a version whose arguments are known, that can be called at once.
+    """
+    run, function, metadata = launch.run, launch.function, launch.metadata
+    if type(run).__name__ == "CudaLauncher" and run.global_scratch_size == run.profile_scratch_size == 0:
+        between = (function, run.launch_cooperative_grid, run.launch_pdl)
+        if _version() == (3, 6):
+            return run.launch, (*between, None, None, metadata, None, None, None), False
+        if _version() == (3, 9) and not run.gsan_enabled:
+            rest = (metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
+            return run.launch, (*between, *rest), True
+    return run, (function, metadata, None, None, None), False
+
+
+def is_observed(hooks: Sequence[list] = ()) -> bool:
+    """Whether somebody wants to see launches, or to have kernels compiled differently than before. `hooks`: kernels'
+    own."""
     runtime = triton.knobs.runtime
-    return bool(
-        kernel.pre_run_hooks
-        or runtime.debug
-        or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
-        or getattr(runtime, "add_stages_inspection_hook", None)
-    )
+    try:
+        return any(hooks) or any(_looks_on(runtime))
+    except AttributeError:  # Triton takes a function, or None, in place of its chains of hooks
+        alone = (runtime.launch_enter_hook, runtime.launch_exit_hook)
+        return bool(runtime.debug or any(getattr(hook, "calls", hook) for hook in alone))
+
+
+_looks_on = operator.attrgetter(
+    *("debug", "launch_enter_hook.calls", "launch_exit_hook.calls", "add_stages_inspection_hook")
+)

@@ -17,6 +17,7 @@ from ..arguments import kind_of, no_dense_tensor
 from ..expert_start import active_experts, check_expert_start
 from ..formats import NVFP4_CSF
 from ..one_thread import on_one_thread
+from ..plans import planned
 from ..swizzle import swizzle_mx_scales, swizzled_shape
 from .scales import NVFP4CSFScales, tiles_per_plane
 
@@ -80,6 +81,16 @@ def decompress_nvfp4_csf_scales(
 
     Bytes moved: `E * (N + N * C / 2 + N * C)` and 4 an exception.
     """
+    return planned(_decompress, (scales, workspace, expert_start, max_active, swizzled))
+
+
+def _decompress(
+    scales: NVFP4CSFScales,
+    workspace: torch.Tensor | None,
+    expert_start: torch.Tensor | None,
+    max_active: int | None,
+    swizzled: bool,
+) -> torch.Tensor:
     size, _, _ = _output_layout(scales, swizzled)
     if max_active is not None and (not isinstance(max_active, int) or max_active < 0):
         raise ValueError(f"max_active must be None or an int that is not negative, got {max_active!r}")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..csf.scales import NVFP4CSFScales
 from ..nvfp4.reference import GROUP
+from ..plans import planned
 from .cpu import run_on_cpu
 from .problem import FIELDS, Gemm, Scales, check_gemm
 
+_OPTIONS = (
+    *("activation_format", "gate", "act_fn", "swiglu_alpha", "swiglu_limit", "quantize_output", "output_dtype"),
+    *("a_global_scale", "b_global_scale", "output_global_scale"),
+)
 Global = Union[torch.Tensor, float, None]
 Result = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 
@@ -27,16 +32,9 @@ def matmul_2d(
 
     `b_global_scale` is a scalar, or [2] with `gate`. All else is as in `matmul_grouped`.
     """
-    if isinstance(b_global_scale, torch.Tensor):
-        b_global_scale = b_global_scale.reshape(1, -1)
-    B = B.unsqueeze(0) if isinstance(B, torch.Tensor) else B
-    Bs = Bs.unsqueeze(0) if isinstance(Bs, torch.Tensor) else Bs
-    return _run(check_gemm(
-        A, B, As, Bs,
-        activation_format=activation_format, gate=gate, act_fn=act_fn,
-        swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
-        quantize_output=quantize_output, output_dtype=output_dtype,
-        a_global_scale=a_global_scale, b_global_scale=b_global_scale, output_global_scale=output_global_scale,
+    return planned(_matmul_2d, (
+        A, B, As, Bs, activation_format, gate, act_fn, swiglu_alpha, swiglu_limit,
+        quantize_output, output_dtype, a_global_scale, b_global_scale, output_global_scale,
     ))  # fmt: skip
 
 
@@ -53,13 +51,10 @@ def matmul_batched(
     Rows whose id is negative or at least E (expert-parallel sentinels) read no weight and are 0. All else is as in
     `matmul_grouped`.
     """
-    return _run(check_gemm(
-        A, B, As, Bs, expert_ids=required("expert_ids", expert_ids),
-        gather_idx=gather_idx, scatter_idx=scatter_idx,
-        activation_format=activation_format, gate=gate, act_fn=act_fn,
-        swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
-        quantize_output=quantize_output, output_dtype=output_dtype,
-        a_global_scale=a_global_scale, b_global_scale=b_global_scale, output_global_scale=output_global_scale,
+    return planned(_matmul_batched, (
+        expert_ids, gather_idx, scatter_idx,
+        A, B, As, Bs, activation_format, gate, act_fn, swiglu_alpha, swiglu_limit,
+        quantize_output, output_dtype, a_global_scale, b_global_scale, output_global_scale,
     ))  # fmt: skip
 
 
@@ -105,20 +100,36 @@ def matmul_grouped(
     Raises:
         ValueError, TypeError: naming the argument.
     """
-    return _run(check_gemm(
-        A, B, As, Bs, expert_start=required("expert_start", expert_start),
-        gather_idx=gather_idx, scatter_idx=scatter_idx,
-        activation_format=activation_format, gate=gate, act_fn=act_fn,
-        swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
-        quantize_output=quantize_output, output_dtype=output_dtype,
-        a_global_scale=a_global_scale, b_global_scale=b_global_scale, output_global_scale=output_global_scale,
+    return planned(_matmul_grouped, (
+        expert_start, gather_idx, scatter_idx,
+        A, B, As, Bs, activation_format, gate, act_fn, swiglu_alpha, swiglu_limit,
+        quantize_output, output_dtype, a_global_scale, b_global_scale, output_global_scale,
     ))  # fmt: skip
 
 
-def required(name: str, index: Optional[torch.Tensor]) -> torch.Tensor:
-    if index is None:
-        raise TypeError(f"{name}: expected a tensor, got None")
-    return index
+def _matmul_2d(A: Any, B: Any, As: Any, Bs: Any, *options: Any) -> Result:
+    B, Bs = (each.unsqueeze(0) if isinstance(each, torch.Tensor) else each for each in (B, Bs))
+    named = dict(zip(_OPTIONS, options))
+    if isinstance(named["b_global_scale"], torch.Tensor):
+        named["b_global_scale"] = named["b_global_scale"].reshape(1, -1)
+    return _run(check_gemm(A, B, As, Bs, **named))
+
+
+def _matmul_batched(expert_ids: Any, gather_idx: Any, scatter_idx: Any, *operands_and_options: Any) -> Result:
+    return _run_routed({"expert_ids": expert_ids}, gather_idx, scatter_idx, *operands_and_options)
+
+
+def _matmul_grouped(expert_start: Any, gather_idx: Any, scatter_idx: Any, *operands_and_options: Any) -> Result:
+    return _run_routed({"expert_start": expert_start}, gather_idx, scatter_idx, *operands_and_options)
+
+
+def _run_routed(routing: Dict[str, Any], gather_idx: Any, scatter_idx: Any, *operands_and_options: Any) -> Result:
+    A, B, As, Bs, *options = operands_and_options
+    for name, index in routing.items():
+        if index is None:
+            raise TypeError(f"{name}: expected a tensor, got None")
+    routing |= {"gather_idx": gather_idx, "scatter_idx": scatter_idx}
+    return _run(check_gemm(A, B, As, Bs, **routing, **dict(zip(_OPTIONS, options))))
 
 
 def _run(gemm: Gemm) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from ..expert_start import expert_of_rows
 from ..launching import bind
 from ..nvfp4.quantize_triton import expanded_operands, quantize_rows, quantized_operands
 from ..nvfp4.reference import GROUP
+from ..recording import forgo_plan
 from .config import Config, choose_config, comes_whole, reads_compressed, scaled_tile, strip_cols
 from .kernels.portable import portable_gemm_kernel
 from .problem import Gemm, fault
@@ -216,6 +217,7 @@ def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments:
         constants["maxnreg"] = config.max_registers
     arguments = (operands, x_global, gemm.b.view(torch.int64), scale_operands(gemm, config), *arguments)
     if is_tuning:
+        forgo_plan()
         return kernel[(grid,)](*arguments, **constants)
     return bind(kernel, **constants)((grid,), *arguments)
 
@@ -241,15 +243,14 @@ def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
     arguments, constants = kernel_arguments(gemm, packed, x_global, gather_idx, outputs)
     tile = scaled_tile(gemm.num_rows / gemm.num_experts if gemm.expert_ids is None else 1)
     grid = (max_row_tiles(gemm, tile["BLOCK_T"]), cdiv(gemm.b.shape[1], tile["BLOCK_N"]))
-    scaled_gemm_kernel[grid](
-        packed.view(torch.uint8), scales.view(torch.uint8), x_global, gemm.b.view(torch.uint8),
-        dense_scales(gemm), *arguments, **constants, **tile,
+    bind(scaled_gemm_kernel, **constants, **tile)(
+        grid, packed.view(torch.uint8), scales.view(torch.uint8), x_global, gemm.b.view(torch.uint8),
+        dense_scales(gemm), *arguments,
     )  # fmt: skip
 
 
 def launch_portable(gemm: Gemm, operands, x_global, arguments: tuple, constants: dict) -> None:
     grid = (max_row_tiles(gemm, PORTABLE_TILE["BLOCK_T"]), cdiv(gemm.num_cols, PORTABLE_TILE["BLOCK_N"]))
-    portable_gemm_kernel[grid](
-        operands, x_global, gemm.b.view(torch.uint8), dense_scales(gemm), *arguments, **constants,
-        **PORTABLE_TILE,
-    )  # fmt: skip
+    bind(portable_gemm_kernel, **constants, **PORTABLE_TILE)(
+        grid, operands, x_global, gemm.b.view(torch.uint8), dense_scales(gemm), *arguments
+    )

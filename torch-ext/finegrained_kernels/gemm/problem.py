@@ -8,6 +8,7 @@ from typing import Optional, Union
 import torch
 
 from ..arguments import as_float32, kind_of, no_dense_tensor
+from ..constants import constant
 from ..csf.scales import NVFP4CSFScales
 from ..expert_start import check_expert_start
 from ..nvfp4.quantize import as_global
@@ -133,11 +134,18 @@ def check_activations(A: torch.Tensor, As: torch.Tensor | None, depth: int, weig
         raise fault("As", f"shape {shape}", tuple(As.shape))
 
 
+def _filled(value: float, *, device: torch.device) -> torch.Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)  # a fill: it may be captured in a graph
+
+
 def normalize_global(
     name: str, scale: torch.Tensor | float | None, device: torch.device, shapes: tuple[tuple[int, ...], ...]
 ) -> torch.Tensor:
     """`scale` as float32 of shape [1] or one of `shapes`; None is 1."""
-    scale = as_global(name, 1.0 if scale is None else scale, device)
+    if isinstance(scale, torch.Tensor):
+        scale = as_global(name, scale, device)
+    else:
+        scale = constant(_filled, 1.0 if scale is None else as_float32(name, scale), device=device)
     if scale.numel() == 1:
         return scale.reshape(1)
     if tuple(scale.shape) not in shapes:

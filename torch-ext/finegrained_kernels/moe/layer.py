@@ -13,15 +13,19 @@ Neither the strategy nor dense scales change which GEMMs run or the order of the
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..arguments import kind_of, no_dense_tensor
+from ..constants import constant
 from ..gemm.api import matmul_batched, matmul_grouped
 from ..gemm.config import reads_compressed_on
 from ..nvfp4.reference import GROUP
+from ..plans import planned
+from ..recording import forgo_plan
 from .experts import NVFP4Experts, Scales
 from .reduction import weighted_reduce
 from .routing import INDEX_DTYPES, compute_grouped_scheduling
@@ -133,6 +137,32 @@ def moe_forward(
     Raises:
         ValueError, TypeError: naming the argument.
     """
+    arguments = (
+        experts, hidden_states, top_k_index, top_k_weights,
+        activation_format, swiglu_alpha, swiglu_limit, strategy, scales_expanded,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return _forward(*arguments)
+    return planned(_forward, arguments, (*arguments[1:], *_read_when_not_staged(experts)))
+
+
+_read_when_not_staged = operator.attrgetter(
+    *("gate_up", "gate_up_scales", "gate_up_global", "gate_up_input_global"),
+    *("down", "down_scales", "down_global", "down_input_global"),
+)
+
+
+def _forward(
+    experts: NVFP4Experts,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    activation_format: str | None,
+    swiglu_alpha: float | None,
+    swiglu_limit: float | None,
+    strategy: str | None,
+    scales_expanded: bool,
+) -> torch.Tensor:
     _check_call(experts, hidden_states, top_k_index, top_k_weights, activation_format)
     num_tokens, top_k = top_k_index.shape
     strategy = _strategy_of(experts, num_tokens, strategy)
@@ -141,6 +171,8 @@ def moe_forward(
         raise ValueError("scales_expanded needs experts.scratch, got None")
     if not num_tokens:
         return torch.empty_like(hidden_states)
+    if staged:
+        forgo_plan()  # it takes turns with others
     expand = staged and not scales_expanded
     batched = is_batched(top_k_index.numel())
     expert_start = gather_idx = scatter_idx = None
@@ -149,13 +181,11 @@ def moe_forward(
     matmul: Any = matmul_batched if batched else matmul_grouped  # alike but for the routing
     routing: dict[str, torch.Tensor | None]
     if batched:
-        # A row a choice, in the order of the output: the GEMMs need no index but the experts'.
-        rows = hidden_states.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, experts.hidden_size)
-        gather, scatter = {}, {}
-        routing = {"expert_ids": top_k_index.reshape(-1)}
+        # A row a choice, in the order of the output: which token it is depends on the shape alone.
+        gather_idx = constant(_token_of_choice, num_tokens, top_k, device=hidden_states.device)
+        routing, scatter = {"expert_ids": top_k_index.reshape(-1)}, {}
     else:
-        rows, routing = hidden_states, {"expert_start": expert_start}
-        gather, scatter = {"gather_idx": gather_idx}, {"scatter_idx": scatter_idx}
+        routing, scatter = {"expert_start": expert_start}, {"scatter_idx": scatter_idx}
     with _turn(experts, staged=staged) as memory:
         scales: Sequence[Scales] = (experts.gate_up_scales, experts.down_scales)
         if expand:
@@ -165,7 +195,7 @@ def moe_forward(
             scales = decoded_scales(experts, experts.scratch)
         quantize = activation_format is None and experts.down_input_global is not None
         inner = matmul(
-            rows, experts.gate_up, None, scales[0], **routing, **gather,
+            hidden_states, experts.gate_up, None, scales[0], **routing, gather_idx=gather_idx,
             activation_format=activation_format, gate=True, swiglu_alpha=swiglu_alpha, swiglu_limit=swiglu_limit,
             quantize_output=quantize, output_global_scale=experts.down_input_global if quantize else None,
             a_global_scale=None if activation_format else experts.gate_up_input_global,
@@ -178,6 +208,10 @@ def moe_forward(
             a_global_scale=experts.down_input_global if quantize else None, b_global_scale=experts.down_global,
         )  # fmt: skip
     return weighted_reduce(rows, top_k_index, top_k_weights, experts.num_experts)
+
+
+def _token_of_choice(num_tokens: int, top_k: int, *, device: torch.device) -> torch.Tensor:
+    return torch.arange(num_tokens * top_k, dtype=torch.int32, device=device) // top_k
 
 
 def _check_call(

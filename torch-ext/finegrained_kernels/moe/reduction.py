@@ -6,6 +6,7 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..arguments import kind_of, no_dense_tensor
+from ..plans import planned
 from .routing import INDEX_DTYPES
 
 
@@ -18,6 +19,12 @@ def weighted_reduce(
     A choice whose index is outside 0..num_experts-1 adds nothing; its row is never read into the sum.
     Raises ValueError or TypeError naming the argument.
     """
+    return planned(_weighted_reduce, (rows, top_k_index, top_k_weights, num_experts))
+
+
+def _weighted_reduce(
+    rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
+) -> torch.Tensor:
     named = {"rows": rows, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
@@ -56,7 +63,7 @@ def _reduce_on_device(rows, top_k_index, top_k_weights, num_experts: int) -> tor
 
 
 @torch.library.custom_op(add_op_namespace_prefix("weighted_reduce"), mutates_args=())
-def _weighted_reduce(
+def _weighted_reduce_op(
     rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
     return _reduce_on_device(rows, top_k_index, top_k_weights, num_experts)

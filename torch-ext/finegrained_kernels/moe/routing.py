@@ -9,6 +9,7 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..arguments import kind_of, no_dense_tensor
+from ..plans import planned
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -26,6 +27,12 @@ def compute_grouped_scheduling(
     Raises TypeError for ids of another dtype and for numbers that are no int, ValueError for a number of ids that
     num_top_k does not divide, no expert, and a device that is no CPU or GPU.
     """
+    return planned(_compute_grouped_scheduling, (expert_ids, num_experts, num_top_k))
+
+
+def _compute_grouped_scheduling(
+    expert_ids: torch.Tensor, num_experts: int, num_top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in INDEX_DTYPES:
         raise TypeError(f"expert_ids: expected int32 or int64, got {kind_of(expert_ids)}")
     if got := no_dense_tensor(expert_ids):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..device import cdiv, on_device
+from ..launching import bind
 from .reference import GROUP
 from .rounding import e2m1_from_value, e4m3_to_float, global_from_row_amax, scale_from_amax
 
@@ -162,9 +163,9 @@ def expanded_operands(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
     if rows:
         with on_device(packed.device):
             tile = row_tile(depth)
-            expand_rows_kernel[(cdiv(rows, tile["BLOCK_R"]), cdiv(depth, tile["BLOCK_K"]))](
+            bind(expand_rows_kernel, K=depth, **tile)(
+                (cdiv(rows, tile["BLOCK_R"]), cdiv(depth, tile["BLOCK_K"])),
                 packed.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8), operands, rows,
-                K=depth, **tile,
             )  # fmt: skip
     return operands
 
@@ -182,8 +183,9 @@ def _launch(x, global_scale, is_dynamic: bool, packed=None, scales=None, operand
     with on_device(x.device):
         tile = row_tile(depth)
         blocks = cdiv(depth, tile["BLOCK_K"])
-        quantize_rows_kernel[(cdiv(rows, tile["BLOCK_R"]),)](
+        count = max(n for n in range(1, 9) if blocks % n == 0)
+        bind(quantize_rows_kernel, K=depth, IS_DYNAMIC=is_dynamic, COUNT=count, **tile)(
+            (cdiv(rows, tile["BLOCK_R"]),),
             x.contiguous(), global_scale, packed, None if scales is None else scales.view(torch.uint8), operands,
             row_index, rows, x.shape[0], 0 if global_scale.numel() == 1 else 1,
-            K=depth, IS_DYNAMIC=is_dynamic, COUNT=max(n for n in range(1, 9) if blocks % n == 0), **tile,
         )  # fmt: skip

@@ -1,0 +1,44 @@
+"""Small tensors that many calls read and none writes, made once a device."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from .recording import current_recorder
+
+_MAX_CONSTANTS = 4096
+_constants: dict[tuple, torch.Tensor] = {}
+
+
+def constant(make: Callable[..., torch.Tensor], *arguments: Any, device: torch.device) -> torch.Tensor:
+    """`make(*arguments, device=device)`, a function of a module that depends on these alone. Not to be returned to a
+    user, who might write to it.
+
+    It is complete before it is kept, so that any stream may read it. What is made inside a graph capture belongs to
+    the graph, and on a CPU there is little to save: these are made anew.
+    """
+    if torch.compiler.is_compiling() or not _is_kept(device):
+        return make(*arguments, device=device)
+    recorder = current_recorder()
+    if torch._C._len_torch_dispatch_stack() > (0 if recorder is None else 1):
+        return make(*arguments, device=device)
+    key = (make, device, *map(repr, arguments))  # as texts: -0.0 is not 0.0, and a NaN is one
+    kept = _constants.get(key)
+    if kept is None:
+        kept = make(*arguments, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return kept
+        if device.type != "cpu":
+            getattr(torch, device.type).current_stream(device).synchronize()
+        if len(_constants) >= _MAX_CONSTANTS:
+            _constants.clear()
+        _constants[key] = kept
+    if recorder is not None:
+        recorder.constants.append(kept)
+    return kept
+
+
+def _is_kept(device: torch.device) -> bool:
+    return device.type != "cpu"

@@ -1,0 +1,181 @@
+"""A recorded call, ready to be made again (plans.py)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+
+import torch
+
+from .launching import is_observed, shortest_way
+from .recording import Recorder, picker
+
+_ALIGNMENT = 256
+"""Bytes that temporary memory begins at a multiple of."""
+
+
+class NotTraced(Exception):
+    """A pointer that is of no tensor, or may be of two; or a result that is neither new nor an argument's memory."""
+
+
+class _Memory(NamedTuple):
+    """Bytes `[first, last]` that belong to entry `owner` of a call's pool, `offset` bytes into it."""
+
+    first: int
+    last: int
+    owner: int
+    offset: int
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its first and its last byte; the last is before the first if it is empty."""
+    first = tensor.data_ptr()
+    if not tensor.numel():
+        return first, first - 1
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return first, first + (steps + 1) * tensor.element_size() - 1
+
+
+class _Launch(NamedTuple):
+    call: Callable
+    grid: Tuple[int, int, int]
+    between: tuple
+    pick: Callable[[list], tuple]
+
+
+class Plan:
+    """A recorded call. It fills a pool: addresses of the call's tensors, of new ones that it returns, and of one block
+    for all others; constants; then what is made of these, addresses inside of them and tuples. A launch picks its
+    arguments out of the pool."""
+
+    def __init__(self, tensors: tuple, allocated: list[torch.Tensor], recorder: Recorder, result: Any) -> None:
+        self.device = tensors[0].device
+        self.hooks = [launch.hooks for launch in recorder.launches]
+        self.is_observed = functools.partial(is_observed, self.hooks)
+        self.is_tuple = isinstance(result, (tuple, list))
+        self.returned: List[Tuple[Optional[int], torch.dtype, tuple, tuple]] = []
+        self.made: list[tuple[tuple, torch.dtype]] = []
+        self.kept = tuple(recorder.constants)
+        self.written: tuple[int, int] | None = None
+        self.sizes = [tensor.nbytes for tensor in tensors]
+        memories = [_Memory(*_extent(tensor), i, 0) for i, tensor in enumerate(tensors)]
+        for returned in result if self.is_tuple else (result,):
+            index = None
+            if not any(returned.data_ptr() == new.data_ptr() and returned.nbytes == new.nbytes for new in allocated):
+                index = next((i for i, tensor in enumerate(tensors) if _is_in(returned, tensor)), None)
+                if index is None or self.is_tuple:
+                    raise NotTraced
+                self.written = index, returned.nbytes
+            elif not returned.is_contiguous():
+                raise NotTraced
+            else:
+                memories.append(_Memory(*_extent(returned), len(tensors) + len(self.made), 0))
+                self.made.append((tuple(returned.shape), returned.dtype))
+            self.returned.append((index, returned.dtype, tuple(returned.shape), returned.stride()))
+        block = len(tensors) + len(self.made)
+        is_new = {memory.first for memory in memories[len(tensors) :]}
+        self.block_bytes = 0
+        for new in allocated:
+            if new.numel() and new.data_ptr() not in is_new:
+                memories.append(_Memory(*_extent(new), block, self.block_bytes))
+                self.block_bytes += -(-new.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.give_back = self._give_tuple if self.is_tuple else self._give_new if self.made else self._give_view
+        self._trace(recorder, memories, block + 1)
+
+    def _trace(self, recorder: Recorder, memories: list[_Memory], pool_size: int) -> None:
+        """Constants, steps and launches, of a pool that holds `pool_size` addresses so far."""
+        constants: list = []
+        derived: list[Any] = []
+        kept = {tensor.data_ptr() for tensor in self.kept}
+
+        def constant(value: Any) -> tuple[str, int]:
+            constants.append(value)
+            return "constant", len(constants) - 1
+
+        def entry(argument: Any) -> tuple[str, int]:
+            if isinstance(argument, tuple):
+                derived.append([entry(item) for item in argument])
+                return "derived", len(derived) - 1
+            if not isinstance(argument, torch.Tensor):
+                return constant(argument)
+            address = argument.data_ptr()
+            if not argument.numel() or address in kept:
+                return constant(address if address in kept else 0)
+            owners = [memory for memory in memories if memory.first <= address <= memory.last]
+            if len(owners) != 1:
+                raise NotTraced
+            offset = owners[0].offset + address - owners[0].first
+            if not offset:
+                return "pool", owners[0].owner
+            derived.append((owners[0].owner, offset))
+            return "derived", len(derived) - 1
+
+        traced = [[entry(argument) for argument in launch.arguments] for launch in recorder.launches]
+        begins = {"pool": 0, "constant": pool_size, "derived": pool_size + len(constants)}
+
+        def index(place: tuple[str, int]) -> int:
+            return begins[place[0]] + place[1]
+
+        self.constants = constants
+        self.steps = [
+            _adder(*step) if isinstance(step, tuple) else picker([index(place) for place in step]) for step in derived
+        ]
+        self.launches = []
+        for launch, places in zip(recorder.launches, traced):
+            call, between, is_packed = shortest_way(launch)
+            pick = picker([index(place) for place in places])
+            self.launches.append(_Launch(call, launch.grid, between, _packer(pick) if is_packed else pick))
+
+    def is_apart(self, addresses: list) -> bool:
+        """Whether what is written to a tensor of the call is no byte of another: addresses tell, and no key does."""
+        if self.written is None:
+            return True
+        index, size = self.written
+        begin = addresses[index]
+        end = begin + size
+        for i, (address, size) in enumerate(zip(addresses, self.sizes)):
+            if address < end and begin < address + size and i != index:
+                return False
+        return True
+
+    def __call__(self, tensors: tuple, pool: list) -> Any:
+        device = self.device
+        if device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(tensors, pool)
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made] if self.made else []
+        pool.extend(map(torch.Tensor.data_ptr, made))
+        block = torch.empty(self.block_bytes, dtype=torch.uint8, device=device) if self.block_bytes else None
+        pool.append(0 if block is None else block.data_ptr())
+        pool.extend(self.constants)
+        for step in self.steps:
+            pool.append(step(pool))
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        for call, (x, y, z), between, pick in self.launches:
+            call(x, y, z, stream, *between, *pick(pool))
+        return self.give_back(tensors, made)
+
+    def _give_new(self, tensors: tuple, made: list[torch.Tensor]) -> torch.Tensor:
+        return made[0]
+
+    def _give_view(self, tensors: tuple, made: list[torch.Tensor]) -> torch.Tensor:
+        owner, dtype, shape, strides = self.returned[0]
+        return tensors[owner or 0].view(dtype).as_strided(shape, strides)
+
+    def _give_tuple(self, tensors: tuple, made: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(made)
+
+
+def _is_in(returned: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether `returned` is the memory of `tensor`, from its start, in another shape."""
+    if returned.data_ptr() != tensor.data_ptr() or returned.element_size() != tensor.element_size():
+        return False
+    return tensor.is_contiguous() and 0 < returned.nbytes <= tensor.nbytes
+
+
+def _packer(pick: Callable[[list], tuple]) -> Callable[[list], tuple]:
+    return lambda pool: (pick(pool),)
+
+
+def _adder(index: int, offset: int) -> Callable[[list], int]:
+    return lambda pool: pool[index] + offset
