@@ -122,17 +122,19 @@ def quantize(
     destination: Destination,
     include: Include = None,
     exclude: Exclude = None,
+    scales: Annotated[str, typer.Option(help="amax: the plain rule; mse: of least squared error.")] = "amax",
     input_scale: Annotated[float | None, typer.Option(help="Write this input_scale beside every weight.")] = None,
     jobs: Jobs = DEFAULT_JOBS,
     device: Device = "cpu",
 ) -> None:
-    """Quantize the experts of a BF16, F16 or F32 checkpoint to ModelOpt's NVFP4 layout."""
+    """Quantize the linear layers of a BF16, F16 or F32 checkpoint to ModelOpt's NVFP4 layout."""
     with _errors(), _progress("quantize", _shard_bytes(source)) as progress:
         report = checkpoints.quantize(
             source,
             destination,
             include=include or (),
             exclude=exclude or (),
+            scales=scales,
             input_scale=input_scale,
             jobs=jobs,
             device=device,

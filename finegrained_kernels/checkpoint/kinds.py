@@ -9,15 +9,16 @@ from finegrained_kernels.checkpoint.names import Located, Plane
 
 # By the first that any part of the module's name matches.
 _KINDS = {
-    "vision": r"visual|vision_\w+|vit",
+    "vision": r"visual|vision_\w+|vit|audio_\w+|multi_modal_projector|mm_projector",
+    "lm_head": r"lm_head",
+    "embeddings": r"\w*embed\w*|wte|wpe",
+    "routers": r"gate|router|shared_expert_gate",
     "MTP": r"mtp\w*|nextn\w*",
     "experts": r"experts",
-    "shared experts": r"shared_experts?(_gate)?",
+    "shared experts": r"shared_experts?",
     "linear attention": r"linear_attn|mamba|mixer|ssm",
     "attention": r"\w*attn|\w*attention",
     "MLP": r"mlp|feed_forward|ffn|block_sparse_moe",
-    "lm_head": r"lm_head",
-    "embeddings": r"embed_\w+|\w*embeddings?",
 }
 FLOATS = ("BF16", "F16", "F32", "F64")
 _FP8 = ("F8_E4M3", "F8_E5M2")

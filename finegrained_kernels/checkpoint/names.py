@@ -110,6 +110,11 @@ def split_expert(module: str) -> tuple[str, int, str] | None:
     return (match["experts"], int(match["e1"] or match["e2"]), match["p1"] or match["p2"]) if match else None
 
 
+def is_stack(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor has the weights of several experts, one on the other."""
+    return len(shape) == 3 and _STACKED.fullmatch(name.removesuffix(".weight")) is not None
+
+
 def layer_of(module: str) -> str:
     """The experts of a layer, for the module of one of them; any other module is itself a layer."""
     expert = split_expert(module)

@@ -1,4 +1,4 @@
-"""`quantize`: an unquantized MoE checkpoint in, its expert weights in ModelOpt's NVFP4 layout out."""
+"""`quantize`: an unquantized checkpoint in, its linear layers in ModelOpt's NVFP4 layout out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from types import ModuleType
 from finegrained_kernels.checkpoint.config import dump_json, quantized_config
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo, read_header, replace_tensors
+from finegrained_kernels.checkpoint.kinds import layer_kind
 from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint, open_checkpoint, read_json
-from finegrained_kernels.checkpoint.names import GROUP, split_expert
+from finegrained_kernels.checkpoint.names import GROUP, is_stack, layer_of
 from finegrained_kernels.checkpoint.output import (
     DEFAULT_JOBS,
     check_request,
@@ -38,6 +39,7 @@ from finegrained_kernels.checkpoint.stream import (
 )
 
 _WEIGHT = ".weight"
+_LEFT_OUT = ("embeddings", "lm_head", "routers", "vision")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -57,36 +59,45 @@ def quantize(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    scales: str = "amax",
     input_scale: float | None = None,
     jobs: int = DEFAULT_JOBS,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """Quantize the expert weights of a checkpoint to NVFP4: two-level scales, round to nearest, no calibration.
+    """Quantize the linear layers of a checkpoint to NVFP4: two-level scales, round to nearest, no calibration.
 
     Each weight `[N, K]` becomes `weight` U8 `[N, K/2]`, `weight_scale` F8_E4M3 `[N, K/16]` and `weight_scale_2` F32,
-    one global a tensor; everything else is copied. Arithmetic: docs/format.md and the bundle's
-    `nvfp4_quantize_two_level`. Run it again after an interruption: shards are made anew.
+    one global a tensor; everything else is copied. Arithmetic: the bundle's `nvfp4_quantize_two_level`. Run it again
+    after an interruption: shards are made anew.
 
     Args:
-        source: directory with a BF16, F16 or F32 checkpoint, one tensor for each expert and projection; only read.
+        source: directory with a BF16, F16 or F32 checkpoint; only read. Experts have a tensor each.
         destination: a new or empty directory, or one that an earlier run began.
-        include, exclude: shell patterns for names of expert weights; without ``include`` all of them.
-        input_scale: written beside every weight as ModelOpt's `input_scale`, for engines that insist on one; None
-            writes none, as nothing was calibrated.
+        include, exclude: shell patterns for names of weights. Without ``include``, all of two dimensions but those of
+            embeddings, lm_head, routers and vision towers, as ModelOpt and llm-compressor do.
+        scales: "amax", so that the largest value of 16 is the largest code; or "mse", the one of least squared error
+            among that scale's neighbours, which takes longer.
+        input_scale: written beside every weight as ModelOpt's `input_scale`, for activations quantized alike
+            ("NVFP4"); None writes none, as nothing was calibrated, and calls the layers weight-only ("W4A16_NVFP4").
         jobs, device, progress: as for `compress`.
 
     Raises:
-        CheckpointError: no expert weights, a K that 16 does not divide, values that are not finite, or a checkpoint
-            that is quantized already. Names shard and tensor.
+        CheckpointError: no such weights, experts in one stack, a K that 16 does not divide, values that are not finite,
+            or a checkpoint that is quantized already. Names shard and tensor.
     """
     from finegrained_kernels import load
 
     source, destination = Path(source), Path(destination)
     check_request(jobs, device)
+    if scales not in ("amax", "mse"):
+        raise CheckpointError(f"scales must be 'amax' or 'mse', got {scales!r}")
     checkpoint = open_checkpoint(source)
     weights = _select(checkpoint, include, exclude)
-    config = quantized_config(checkpoint.config or {}, list(dict.fromkeys(map(_experts_module, weights))))
+    modules = list(dict.fromkeys(layer_of(weight.removesuffix(_WEIGHT)) for weight in weights))
+    config = quantized_config(
+        checkpoint.config or {}, modules, algorithm="W4A16_NVFP4" if input_scale is None else "NVFP4"
+    )
     rewritten = (CONFIG, checkpoint.layout.index)
     others = [name for name in other_files(checkpoint) if name not in rewritten]
     known = {*checkpoint.headers, *others, *rewritten}
@@ -96,7 +107,7 @@ def quantize(
         return all(name in known or name.startswith(".incomplete/") for name in names)
 
     quantizing = _Quantizing(
-        load(), checkpoint, weights, input_scale, destination, device, progress or (lambda _: None)
+        load(), checkpoint, weights, scales, input_scale, destination, device, progress or (lambda _: None)
     )
     work = claim(destination, source, ours=ours)
     after = sum(len(header.raw) + header.data_bytes for header, _ in quantizing.outputs.values())
@@ -126,6 +137,7 @@ class _Quantizing:
     bundle: ModuleType
     checkpoint: Checkpoint
     weights: dict[str, TensorInfo]
+    scales: str
     input_scale: float | None
     destination: Path
     device: str
@@ -207,22 +219,16 @@ class _Quantizing:
         read_exact(fd, memoryview(data), self.checkpoint.headers[shard].data_start + info.begin, shard, name)
         weight = torch.frombuffer(data, dtype=getattr(torch, _DTYPES[info.dtype])).view(info.shape).to(self.device)
         try:
-            packed, scales, global_scale = self.bundle.nvfp4_quantize_two_level(weight)
+            packed, planes, global_scale = self.bundle.nvfp4_quantize_two_level(weight, scales=self.scales)
         except ValueError as error:
             raise CheckpointError([Fault(shard, name, str(error))]) from error
-        values = [packed, scales, global_scale]
+        values = [packed, planes, global_scale]
         if self.input_scale is not None:
             values.append(torch.tensor(self.input_scale, dtype=torch.float32))
         output, _ = self.outputs[shard]
         for (new, _, _), value in zip(self._new_tensors(name), values, strict=True):
             file.write_at(to_bytes(value), output.data_start + output.tensors[new].begin)
         self.progress(info.nbytes)
-
-
-def _experts_module(weight: str) -> str:
-    expert = split_expert(weight.removesuffix(_WEIGHT))
-    assert expert is not None, f"{weight} was selected as an expert's"
-    return expert[0]
 
 
 def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> dict[str, TensorInfo]:
@@ -237,10 +243,14 @@ def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[st
 
     weights, faults = {}, []
     for name, (shard, info) in checkpoint.located.items():
-        is_expert = name.endswith(_WEIGHT) and split_expert(name.removesuffix(_WEIGHT)) and len(info.shape) == 2
-        if not is_expert or (include and not matches(name, include)) or matches(name, exclude):
+        if not (matches(name, include) if include else _is_meant(name)) or matches(name, exclude):
             continue
-        if info.dtype not in _DTYPES:
+        if is_stack(name, info.shape):
+            message = f"{list(info.shape)}: experts in one stack are not quantized, only those of a tensor each"
+            faults.append(Fault(shard, name, message))
+        elif not name.endswith(_WEIGHT) or len(info.shape) != 2:
+            continue
+        elif info.dtype not in _DTYPES:
             faults.append(Fault(shard, name, f"expected one of {', '.join(_DTYPES)}, got {info.dtype}"))
         elif info.shape[1] % GROUP or 0 in info.shape:
             faults.append(Fault(shard, name, f"expected [N, K] with K a multiple of {GROUP}, got {list(info.shape)}"))
@@ -248,7 +258,10 @@ def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[st
             weights[name] = info
     raise_faults(faults)
     if not weights:
-        raise CheckpointError(
-            f"{checkpoint.root}: no weight is named <prefix>.experts.<e>.<projection>.weight and asked for"
-        )
+        raise CheckpointError(f"{checkpoint.root}: no weight of a linear layer is asked for")
     return weights
+
+
+def _is_meant(name: str) -> bool:
+    """Whether a tensor is quantized where nothing else is asked for."""
+    return layer_kind(name) not in _LEFT_OUT

@@ -160,3 +160,55 @@ def test_gpu_gives_the_cpus_bytes(quantize, global_scale):
         assert torch.equal(got[0].cpu(), want[0])
         for got_scales, want_scales in zip(got[1:], want[1:], strict=True):
             torch.testing.assert_close(got_scales.float().cpu(), want_scales.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 3e30])
+@pytest.mark.parametrize("kind", ["normal", "heavy"])
+def test_scales_of_least_squared_error(quantize, reference, kind, magnitude):
+    """Every neighbour of the law's scale is tried in float64: none is better, but by what float32 cannot tell."""
+    torch.manual_seed(12)
+    weight = torch.randn(2, 48, 64)
+    weight = (weight**3 if kind == "heavy" else weight) * magnitude
+    weight[0, 3] = 0
+    packed, scales, global_scale = quantize.nvfp4_quantize_two_level(weight, scales="mse")
+    _, law, same_global = quantize.nvfp4_quantize_two_level(weight)
+    assert torch.equal(global_scale, same_global)
+    exact = weight.double() / global_scale[:, None, None].double()
+    groups = exact.unflatten(-1, (-1, 16)).abs()
+    table = reference.e4m3_values()[:0x7F]
+    tried = (law.view(torch.uint8).long().unsqueeze(-1) + torch.arange(-1, 6)).clamp(1, 0x7E)  # [.., C, candidates]
+    steps = table[tried].unsqueeze(-1)
+    code = nearest_even((groups.unsqueeze(-2) / steps).clamp(max=6), E2M1)
+    errors = (E2M1[code] * steps - groups.unsqueeze(-2)).square().sum(-1)
+    least = errors.amin(-1)
+    error = (dequantized(packed, scales, table) - exact).square().unflatten(-1, (-1, 16)).sum(-1)
+    assert (error <= least * (1 + 1e-5)).all()
+    clear = errors.sort(-1).values[..., :2]
+    clear = (clear[..., 1] > clear[..., 0] * (1 + 1e-5)) & (tried.diff() != 0).all(-1)
+    chosen = tried.gather(-1, errors.argmin(-1, keepdim=True)).squeeze(-1)
+    assert torch.equal(scales.view(torch.uint8).long()[clear], chosen[clear]) and clear.float().mean() > 0.7
+    plain = errors[..., 1]
+    assert (error <= plain * (1 + 1e-5)).all() and error.sum() < 0.9 * plain.sum()
+    assert scales.view(torch.uint8)[0, 3].tolist() == [1] * 4  # all zeros: the law's own byte
+
+
+def dequantized(packed: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """float64 values in units of the global."""
+    code = unpack(packed).long()
+    values = E2M1[code & 7] * (1 - 2 * (code >> 3))
+    return (values.unflatten(-1, (-1, 16)) * table[scales.view(torch.uint8).long()].unsqueeze(-1)).flatten(-2)
+
+
+@pytest.mark.gpu
+def test_scales_of_least_squared_error_are_the_same_on_a_gpu(quantize):
+    torch.manual_seed(13)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = (torch.randn(300, 4096) ** 3).to(dtype)
+        here, there = (quantize.nvfp4_quantize_two_level(w, scales="mse") for w in (weight, weight.cuda()))
+        for a, b in zip(here, there, strict=True):
+            assert torch.equal(a.reshape(-1).view(torch.uint8), b.cpu().reshape(-1).view(torch.uint8))
+
+
+def test_an_unknown_rule_for_scales_is_refused(quantize):
+    with pytest.raises(ValueError, match="scales: expected 'amax' or 'mse', got 'max'"):
+        quantize.nvfp4_quantize_two_level(torch.ones(16, 32), scales="max")

@@ -122,7 +122,7 @@ def test_input_scales_that_some_experts_lack(bundle, tmp_path):
 def test_layers_that_were_never_quantized_stay_so(bundle, tmp_path):
     """One layer's experts NVFP4, the other's bfloat16: transformers loads and saves these itself."""
     write_bf16(tmp_path / "bf16", "mixtral")
-    quantize(tmp_path / "bf16", tmp_path / "dense", exclude=["*layers.0.*"])
+    quantize(tmp_path / "bf16", tmp_path / "dense", include=["*.experts.*"], exclude=["*layers.0.*"])
     compress(tmp_path / "dense", tmp_path / "csf")
     model = load(tmp_path / "csf", "staged")
     kinds = [type(layer.mlp.experts).__name__ for layer in model.model.layers]
@@ -150,7 +150,8 @@ def test_layers_for_further_tokens_are_left_out(bundle, tmp_path, architecture, 
     for name in [name for name in tensors if name.startswith(copied)]:
         tensors[name.replace(copied, left_out)] = tensors[name].clone()
     config = json.loads((paths["bf16"] / "config.json").read_text())
-    quantize(write_checkpoint(tmp_path / "longer", tensors, config), tmp_path / "longer-dense")
+    longer = write_checkpoint(tmp_path / "longer", tensors, config)
+    quantize(longer, tmp_path / "longer-dense", include=["*.experts.*"])
     compress(tmp_path / "longer-dense", tmp_path / "longer-csf")
     path = tmp_path / f"longer-{layout}"
     assert (

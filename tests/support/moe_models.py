@@ -73,7 +73,7 @@ def write_checkpoints(root: Path, architecture: str, *, input_scale: float | Non
     """bf16, NVFP4 with dense scales, and with compressed ones: by "bf16", "dense", "csf"."""
     paths = {name: root / name for name in ("bf16", "dense", "csf")}
     write_bf16(paths["bf16"], architecture, **changes)
-    quantize(paths["bf16"], paths["dense"], input_scale=input_scale)
+    quantize(paths["bf16"], paths["dense"], include=["*.experts.*"], input_scale=input_scale)
     compress(paths["dense"], paths["csf"])
     return paths
 

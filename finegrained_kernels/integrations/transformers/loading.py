@@ -196,7 +196,9 @@ def _read_weights(
         for begin in range(0, num_experts, batch):
             some = planes[begin : begin + batch]
             for i, plane in enumerate(some):
-                reader.read_into(plane.weight, view[i * rows * width : (i + 1) * rows * width], first * width)
+                reader.read_into(
+                    plane.weight, view[i * rows * width : (i + 1) * rows * width], plane.weight_begin + first * width
+                )
             read = torch.frombuffer(staging, dtype=torch.uint8)[: len(some) * rows * width].view(len(some), rows, width)
             weights[begin : begin + len(some), i_half * rows : (i_half + 1) * rows].copy_(read[:, :, columns])
 
@@ -206,10 +208,11 @@ def _read_stored(
 ) -> torch.Tensor:
     """Single float32 values as they are in the checkpoint, `[E, halves]`, for saving; zero where it has none."""
 
-    def read(name: str) -> bytes | memoryview:
-        return reader.read(name) if name in reader.checkpoint.located else bytes(4)
+    def read(plane: Plane) -> bytes | memoryview:
+        name = name_of(plane)
+        return reader.read_value(name, plane.part) if name in reader.checkpoint.located else bytes(4)
 
-    columns = [b"".join(read(name_of(plane)) for plane in planes) for planes in stack]
+    columns = [b"".join(read(plane) for plane in planes) for planes in stack]
     return torch.stack([torch.frombuffer(bytearray(data), dtype=torch.float32) for data in columns], dim=1)
 
 

@@ -11,6 +11,8 @@ THE LAW. Everything in IEEE float32, each operation rounded to nearest even, no 
 
 2^-117 keeps float(byte) * global a normal number. An all-zero group gets byte 0x01 and codes 0. This is ModelOpt's
 recipe in its order of operations; the bounds on `global` and `byte` are what it leaves undefined.
+
+Weights may have another byte near the law's: `least_squares_bytes`. Codes are the law's under whatever byte there is.
 """
 
 from __future__ import annotations
@@ -26,6 +28,15 @@ from .reference import E2M1_MAX, E4M3_MAX, GROUP
 
 GLOBAL_MIN = 2.0**-117
 E4M3_MIN = 2.0**-9
+MAX_BYTE = 0x7E
+"""Of the E4M3 bytes, the largest that is a number: 448."""
+
+NEIGHBOURS = (0, 1, -1, 2, 3, 4, 5)
+"""Steps from the law's byte at which `least_squares_bytes` looks. Four or five up, values that were 6 become 4."""
+
+_SEARCHED_AT_ONCE = 1 << 16
+"""Values, on a CPU: what its caches hold of the search's temporaries."""
+
 CHUNK_ELEMENTS = 1 << 25
 """Elements quantized at a time: bounds the float32 temporaries of a whole expert stack to a few hundred MB."""
 
@@ -49,31 +60,69 @@ def round_to_e2m1(q: torch.Tensor) -> torch.Tensor:
     return code
 
 
-def quantize_groups(values: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The law, for `values` [.., K] under `global_scale` (float32, broadcastable to [.., 1]).
+def quantize_groups(
+    values: torch.Tensor, global_scale: torch.Tensor, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The law, for `values` [.., K] under `global_scale` (float32, broadcastable to [.., 1]); or under given `scales`.
 
     Returns packed uint8 [.., K/2] and scales float8_e4m3fn [.., K/16]. NaN gives scale byte 0x7F, never a number.
     """
     groups = values.float().unflatten(-1, (-1, GROUP))
-    ratio = groups.abs().amax(-1) / (E2M1_MAX * global_scale)
-    scales = ratio.clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
+    if scales is None:
+        ratio = groups.abs().amax(-1) / (E2M1_MAX * global_scale)
+        scales = ratio.clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
     step = scales.float() * global_scale
     code = round_to_e2m1(groups.abs() / step.unsqueeze(-1)) | (torch.signbit(groups).to(torch.uint8) << 3)
     low, high = code.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
     return low | (high << 4), scales
 
 
+def least_squares_bytes(values: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Of the law's scale byte and its neighbours, those of least squared error: float8_e4m3fn [.., K/16].
+
+    A larger scale clips nothing and rounds small values worse; a smaller one clips the largest. Of equal errors the
+    first in the order of `NEIGHBOURS` counts, the law's own byte before all. Float32, squares added in pairs, pairs in
+    pairs and so on: every device adds in this order, so all choose the same bytes.
+    """
+    rows = values.shape[-2] if values.is_cuda else max(1, _SEARCHED_AT_ONCE // values.shape[-1])
+    return torch.cat([_search(part, global_scale) for part in values.split(rows, dim=-2)], dim=-2)
+
+
+def _search(values: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    magnitudes = values.float().unflatten(-1, (-1, GROUP)).abs()
+    ratio = magnitudes.amax(-1) / (E2M1_MAX * global_scale)
+    groups = magnitudes / global_scale.unsqueeze(-1)  # at most 2688, so that squares neither overflow nor vanish
+    law = ratio.clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
+    chosen, least = law, torch.full_like(ratio, math.inf)
+    for offset in NEIGHBOURS:
+        byte = (law + offset).clamp(1, MAX_BYTE)
+        step = byte.to(torch.uint8).view(torch.float8_e4m3fn).float().unsqueeze(-1)
+        q = groups / step
+        # the value of the nearest code, ties to even: codes lie 0.5 apart below 2, 1 below 4, and 2 above
+        value = torch.where(q < 2, (q * 2).round_() * 0.5, torch.where(q < 4, q.round(), (q * 0.5).round_() * 2))
+        error = value.clamp_(max=E2M1_MAX).mul_(step).sub_(groups).square_()
+        while error.shape[-1] > 1:
+            error = error[..., 0::2] + error[..., 1::2]
+        error = error.squeeze(-1)
+        better = error < least
+        chosen, least = torch.where(better, byte, chosen), torch.where(better, error, least)
+    return chosen.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
 def nvfp4_quantize_two_level(
-    weight: torch.Tensor, *, global_scale: torch.Tensor | float | None = None
+    weight: torch.Tensor, *, global_scale: torch.Tensor | float | None = None, scales: str = "amax"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize weights offline: one global a [N, K] tensor, one E4M3 scale for 16 k.
 
     weight: bf16, fp16 or fp32 [.., N, K], K % 16 == 0, finite. global_scale: the multiplier to use (scalar or [..]);
-    None takes it from each tensor's largest magnitude.
+    None takes it from each tensor's largest magnitude. scales: how a group's scale is found: "amax", so that its
+    largest value is the largest code, or "mse", whichever of that one's neighbours has the least squared error.
     Returns packed uint8 [.., N, K/2], scales float8_e4m3fn [.., N, K/16], global float32 [..].
     Raises ValueError or TypeError naming the argument. Reads its result back (a host sync): not for a hot path.
     """
     _check_values("weight", weight, min_ndim=2)
+    if scales not in ("amax", "mse"):
+        raise ValueError(f"scales: expected 'amax' or 'mse', got {scales!r}")
     lead = weight.shape[:-2]
     flat = weight.reshape(math.prod(lead), *weight.shape[-2:])
     amax = flat.abs().amax((-2, -1)) if flat.numel() else flat.new_zeros(flat.shape[0])
@@ -89,13 +138,15 @@ def nvfp4_quantize_two_level(
         if not bool(((globals_ > 0) & torch.isfinite(globals_)).all()):
             raise ValueError("global_scale: expected finite values above 0")
     packed = torch.empty(*flat.shape[:-1], flat.shape[-1] // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(*flat.shape[:-1], flat.shape[-1] // GROUP, dtype=torch.float8_e4m3fn, device=weight.device)
+    planes = torch.empty(*flat.shape[:-1], flat.shape[-1] // GROUP, dtype=torch.float8_e4m3fn, device=weight.device)
     step = max(1, CHUNK_ELEMENTS // max(1, flat[0].numel() if len(flat) else 1))
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
-        packed[part], scales[part] = quantize_groups(flat[part], globals_[part, None, None].float())
-    packed, scales = packed.reshape(*lead, *packed.shape[1:]), scales.reshape(*lead, *scales.shape[1:])
-    return packed, scales, globals_.reshape(lead).contiguous()
+        values, factors = flat[part], globals_[part, None, None].float()
+        found = least_squares_bytes(values, factors) if scales == "mse" and values.numel() else None
+        packed[part], planes[part] = quantize_groups(values, factors, found)
+    packed, planes = packed.reshape(*lead, *packed.shape[1:]), planes.reshape(*lead, *planes.shape[1:])
+    return packed, planes, globals_.reshape(lead).contiguous()
 
 
 def nvfp4_act_quant(
