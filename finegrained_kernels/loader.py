@@ -11,8 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from kernels import get_kernel, get_loaded_kernels, get_local_kernel
+
+from finegrained_kernels.source_only import import_from_source
 
 try:
     from kernels._rust import Digest, DigestValidationError, Metadata
@@ -88,6 +91,8 @@ def _load(
     repo_id: str, version: int | None, revision: str | None, backend: str | None, trust_remote_code: bool
 ) -> ModuleType:
     handled = sys.exc_info()[1]
+    for directory in (*_overrides(repo_id), Path(constants.HF_HUB_CACHE) / f"kernels--{repo_id.replace('/', '--')}"):
+        import_from_source(directory)
     try:
         module = get_kernel(
             repo_id, version=version, revision=revision, backend=backend, trust_remote_code=trust_remote_code
@@ -122,8 +127,15 @@ def _load_local(variant: Path, backend: str) -> ModuleType:
 
     Two modules with one id would share one ``torch.ops`` namespace.
     """
+    import_from_source(variant)
     _verify(variant)
-    identifier = Metadata.read_from_file(variant / "metadata.json").id
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    if metadata.version != VERSION:
+        raise BundleIntegrityError(
+            f"{variant}: metadata.json says version {metadata.version}, expected {VERSION}; remove this copy, then "
+            "install or download it again, or rebuild it"
+        )
+    identifier = metadata.id
     for loaded in get_loaded_kernels():
         if loaded.metadata.id == identifier:
             return loaded.module
@@ -155,7 +167,13 @@ def _torch_backend() -> str:
 
 def is_overridden(repo_id: str = REPO_ID) -> bool:
     """Whether ``LOCAL_KERNELS`` names a copy of this repository."""
-    return any(entry.startswith(f"{repo_id}=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
+    return bool(_overrides(repo_id))
+
+
+def _overrides(repo_id: str) -> list[Path]:
+    """The copies of this repository that ``LOCAL_KERNELS`` names."""
+    entries = (entry.partition("=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
+    return [Path(path) for name, _, path in entries if name == repo_id]
 
 
 def _is_absent(error: Exception, handled: BaseException | None) -> bool:

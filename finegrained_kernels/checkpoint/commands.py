@@ -161,6 +161,9 @@ def _errors() -> Iterator[None]:
     except (checkpoints.CheckpointError, BundleIntegrityError, BundleUnavailableError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted: run the same command again, and it goes on", err=True)
+        raise typer.Exit(130) from error
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from threading import Event
 
+from finegrained_kernels.checkpoint.claims import Claim, claimed, finishing
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import read_header
 from finegrained_kernels.checkpoint.kinds import other_formats
@@ -16,15 +17,20 @@ from finegrained_kernels.checkpoint.output import (
     DEFAULT_JOBS,
     check_request,
     check_space,
-    claim,
-    finishing,
     for_each_shard,
     one_torch_thread,
 )
 from finegrained_kernels.checkpoint.publishing import marked_files, other_files, publish, rewritten_files
-from finegrained_kernels.checkpoint.records import Job, read_job, read_records, record_name
+from finegrained_kernels.checkpoint.records import (
+    Job,
+    read_job,
+    read_record,
+    read_records,
+    record_name,
+    source_identity,
+)
 from finegrained_kernels.checkpoint.shards import ShardWork
-from finegrained_kernels.checkpoint.stream import Progress, file_sha256, locked
+from finegrained_kernels.checkpoint.stream import LOCK_SUFFIX, Progress, file_sha256, locked
 from finegrained_kernels.checkpoint.wire import fixed_bytes, geometry_problem
 
 _SHOWN = 3
@@ -148,37 +154,75 @@ def compress(
     job = _make_job(plan, layout, family, include, exclude)
     bundle = load()
 
-    def ours(root: Path) -> bool:
-        begun = read_job(root)
-        if begun is not None and begun != job:
-            raise CheckpointError(f"{root} was begun from another source or with other options: give a new directory")
-        return begun is not None
-
     def has_record(shard: str) -> bool:
         return (destination / record_name(shard)).exists()
 
-    work = claim(destination, source, ours=ours)
-    begun = {shard for shard in job.shards if has_record(shard)}
-    if not begun:
-        check_space(destination, plan.source_bytes - plan.dense_bytes + plan.least_bytes)
-    with locked(work / "begin.lock", wait=True) as got:
-        if got and not ours(destination):
-            job.write(destination, work)
-    shards = ShardWork(bundle, plan.source, plan.selected, job, destination, work, device, progress or (lambda _: None))
-    resumed = []
+    known = _Known(plan.source, job, destination)
+    claim = Claim.of("compress", source, plan.source.headers, job.to_json())
+    with claimed(destination, source, claim, known.is_ours) as work:
+        known.check_begun()
+        begun = {shard for shard in job.shards if has_record(shard)}
+        if not begun:
+            check_space(destination, plan.source_bytes - plan.dense_bytes + plan.least_bytes)
+        with locked(work / f"begin{LOCK_SUFFIX}", wait=True) as got:
+            if got and read_job(destination) is None:
+                job.write(destination, work)
+        shards = ShardWork(
+            bundle, plan.source, plan.selected, job, destination, work, device, progress or (lambda _: None)
+        )
+        resumed = []
 
-    def handle(shard: str, stop: Event) -> None:
-        if shard in begun and shards.is_finished(shard, stop):
-            resumed.append(shard)
-        elif shard in begun or not has_record(shard):  # else another process has just finished it
-            shards.compress(shard, stop)
+        def handle(shard: str, stop: Event) -> None:
+            if shard in begun and shards.is_finished(shard, stop):
+                resumed.append(shard)
+            elif shard in begun or not has_record(shard):  # else another process has just finished it
+                shards.compress(shard, stop)
 
-    with one_torch_thread():
-        for_each_shard(list(job.shards), work, jobs, handle)
-    with finishing(work) as unfinished:
-        if unfinished:
-            publish(plan.source, plan.planes, job, destination, work)
+        with one_torch_thread():
+            for_each_shard(list(job.shards), work, jobs, handle)
+        with finishing(work) as unfinished:
+            if unfinished:
+                publish(plan.source, plan.planes, job, destination, work)
     return _report(job, plan, destination, len(resumed))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a destination says of the source that it was made from, held against this one."""
+
+    source: Checkpoint
+    job: Job
+    destination: Path
+    digests: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of source shards, each made once."""
+
+    def is_ours(self) -> bool:
+        """Whether the destination is a result of this job, finished or not; raises if it is one of another."""
+        begun = read_job(self.destination)
+        if begun is None:
+            return False
+        if not begun.is_same(self.job):
+            raise CheckpointError(
+                f"{self.destination} was begun from another source or with other options: give a new directory"
+            )
+        self.check_begun()
+        return True
+
+    def check_begun(self) -> None:
+        """Raise unless every shard that has a record was made of this very source: job and headers may be the same
+        where weights are not."""
+        for shard in self.job.shards:
+            if not (self.destination / record_name(shard)).exists():
+                continue
+            try:
+                record = read_record(self.destination, shard)
+            except CheckpointError:
+                continue  # damaged: it says nothing, and is written anew
+            if shard not in self.digests:
+                self.digests[shard] = file_sha256(self.source.root / shard)
+            if record.sha256 != self.digests[shard]:
+                message = f"was made from another source: {shard} had SHA-256 {record.sha256}, and now has another"
+                raise CheckpointError(f"{self.destination} {message}. Give a new directory")
 
 
 def _make_job(plan: Plan, layout: str, family: str | None, include: Sequence[str], exclude: Sequence[str]) -> Job:
@@ -201,6 +245,7 @@ def _make_job(plan: Plan, layout: str, family: str | None, include: Sequence[str
     digests = {name: file_sha256(source.root / name) for name in other_files(source)}
     return Job(
         source_bytes=plan.source_bytes,
+        source_headers=source_identity(source.headers),
         layout=layout,
         family=family,
         include=list(include),

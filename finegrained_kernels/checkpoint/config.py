@@ -128,7 +128,8 @@ def mark_hf_quant_config(
 ) -> dict[str, Any]:
     """ModelOpt's own hf_quant_config.json, saying the same as config.json."""
     document = copy.deepcopy(dict(hf_quant_config))
-    _mark_modelopt(document.setdefault("quantization", {}), entries, compressed)
+    document["quantization"] = document.get("quantization") or {}
+    _mark_modelopt(document["quantization"], entries, compressed)
     return document
 
 

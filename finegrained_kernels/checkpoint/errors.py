@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_SHOWN = 20
+_SHOWN = 5
+_MAX_TEXT = 400
+
+
+def printable(text: str) -> str:
+    """A text out of a checkpoint for a message: on one line, whatever is in it, and not without end."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
 
 
 class Fault(NamedTuple):
@@ -16,18 +23,21 @@ class Fault(NamedTuple):
     message: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.tensor}: {self.message}" if self.tensor else f"{self.file}: {self.message}"
+        parts = (self.file, self.tensor, self.message) if self.tensor else (self.file, self.message)
+        return ": ".join(map(printable, parts))
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, or a request about one, that cannot be worked with. ``faults`` lists what was found."""
+    """A checkpoint, or a request about one, that cannot be worked with: in one line, the first faults; ``faults`` has
+    all that were found."""
 
     def __init__(self, faults: Iterable[Fault] | str) -> None:
         self.faults = [] if isinstance(faults, str) else list(faults)
-        lines = [faults] if isinstance(faults, str) else [str(fault) for fault in self.faults[:_SHOWN]]
+        parts = [faults] if isinstance(faults, str) else [str(fault) for fault in self.faults[:_SHOWN]]
         if len(self.faults) > _SHOWN:
-            lines.append(f"and {len(self.faults) - _SHOWN} more")
-        super().__init__("\n".join(lines))
+            parts.append(f"and {len(self.faults) - _SHOWN} more")
+        text = "; ".join(parts)
+        super().__init__(text if text.isprintable() else ascii(text)[1:-1])
 
 
 def raise_faults(faults: Iterable[Fault]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _ALIGNMENT = 8
 _MAX_BITS = 1 << 63
+_MAX_DIMENSIONS = 64
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -68,7 +70,7 @@ class Header:
 def read_header(path: Path, name: str, *, data_present: bool = True) -> Header:
     """The checked header of the shard at ``path``, called ``name`` in messages.
 
-    ``data_present=False`` accepts a file that ends after its header, as a set of headers alone does.
+    ``data_present=False`` accepts a file that ends right after its header, as a set of headers alone does.
 
     Raises:
         CheckpointError: no such file, a file cut short or with bytes left over, text that is no header, an unknown
@@ -85,7 +87,7 @@ def read_header(path: Path, name: str, *, data_present: bool = True) -> Header:
     except OSError as error:
         raise CheckpointError([Fault(name, None, f"cannot be read: {error.strerror}")]) from error
     header = parse_header(raw, name)
-    if data_present and size != len(raw) + header.data_bytes:
+    if size != len(raw) + header.data_bytes and (data_present or size != len(raw)):
         raise CheckpointError([_wrong_size(header, size, name)])
     return header
 
@@ -96,6 +98,8 @@ def parse_header(raw: bytes, name: str) -> Header:
         entries = json.loads(raw[8:].decode(), parse_float=_refuse_number, parse_constant=_refuse_number)
     except (ValueError, RecursionError) as error:
         raise CheckpointError([Fault(name, None, f"not a safetensors header: {error}")]) from error
+    if b"\\u" in raw and not is_unicode(raw[8:].decode(), entries):
+        raise CheckpointError([Fault(name, None, "not a safetensors header: it has half of a Unicode character")])
     if not isinstance(entries, dict):
         message = f"not a safetensors header: expected a JSON object, got {type(entries).__name__}"
         raise CheckpointError([Fault(name, None, message)])
@@ -103,7 +107,7 @@ def parse_header(raw: bytes, name: str) -> Header:
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
-        raise CheckpointError([Fault(name, None, f"__metadata__ must map texts to texts, got {metadata!r}")])
+        raise CheckpointError([Fault(name, None, f"__metadata__ must map texts to texts, got {metadata!r:.300}")])
 
     tensors: dict[str, TensorInfo] = {}
     # Tensors are many, their dtypes and shapes few: those that are alike share one.
@@ -116,11 +120,23 @@ def parse_header(raw: bytes, name: str) -> Header:
             kind = dtype, tuple(shape)
             tensors[tensor] = TensorInfo(*kinds.setdefault(kind, kind), begin, end)
         except (TypeError, ValueError, KeyError) as error:
-            message = f"expected a dtype, a list of sizes for shape and two integers for data_offsets, got {entry!r}"
+            got = f"{entry!r:.300}"
+            message = f"expected a dtype, a list of sizes for shape and two integers for data_offsets, got {got}"
             raise CheckpointError([Fault(name, tensor, message)]) from error
     header = Header(raw, metadata, tensors)
     check_tensors(header, name)
     return header
+
+
+def is_unicode(text: str, document: object) -> bool:
+    """Whether no text of a JSON document has a lone surrogate, which no file could hold."""
+    if not re.search(r"\\u[dD][89a-fA-F]", text):
+        return True
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _refuse_number(text: str) -> NoReturn:
@@ -219,8 +235,10 @@ def check_tensors(header: Header, name: str) -> None:
 def _checked_size(dtype: str, shape: tuple[int, ...], name: str, tensor: str) -> int:
     if dtype not in DTYPE_BITS:
         raise CheckpointError([Fault(name, tensor, f"unknown dtype {dtype!r}")])
-    if not all(type(extent) is int and extent >= 0 for extent in shape):
-        raise CheckpointError([Fault(name, tensor, f"shape {list(shape)} is not made of sizes")])
+    if len(shape) > _MAX_DIMENSIONS or not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise CheckpointError([Fault(name, tensor, f"shape {list(shape)!r:.300} is not made of sizes")])
+    if max(shape, default=0) >= _MAX_BITS:  # before any product of such numbers
+        raise CheckpointError([Fault(name, tensor, f"{dtype} {list(shape)!r:.300} is more than any file holds")])
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8:
         raise CheckpointError([Fault(name, tensor, f"{dtype} {list(shape)} does not fill whole bytes")])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
@@ -21,7 +25,7 @@ from finegrained_kernels.checkpoint.layouts import (
     open_checkpoint,
     read_layout,
 )
-from finegrained_kernels.checkpoint.output import WORK
+from finegrained_kernels.checkpoint.paths import own_files
 
 _CONNECTIONS = 8
 
@@ -35,12 +39,12 @@ def open_hub_checkpoint(repo_id: str, *, revision: str | None = None) -> Checkpo
         CheckpointError: no such repository or revision, no checkpoint in it, or a header that cannot be read.
     """
     api = HfApi()
-    try:
+    with _hub_errors(repo_id):
         info = api.model_info(repo_id, revision=revision)
         files = {sibling.rfilename for sibling in info.siblings or ()}
         configs = {f"{folder}{name}" for folder in ("", "metadata/") for name in (CONFIG, HF_QUANT_CONFIG)}
         wanted = configs | {MANIFEST, CONTRACT} | {f for f in files if f.endswith(INDEX_SUFFIX)}
-        root = Path()
+        root = None
         for file in sorted(wanted & files):
             local = Path(hf_hub_download(repo_id, file, revision=info.sha))
             root = local.parents[file.count("/")]
@@ -60,9 +64,20 @@ def open_hub_checkpoint(repo_id: str, *, revision: str | None = None) -> Checkpo
 
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             headers = dict(zip(layout.shards, pool.map(read, layout.shards), strict=True))
-    except (HfHubHTTPError, SafetensorsParsingError) as error:
-        raise CheckpointError(f"{repo_id}: {error}") from error
-    return Checkpoint(root, layout, headers)
+    return Checkpoint(root or Path(repo_id), layout, headers)
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """Whatever stands between here and a repository, as one line: no network, no such host, an answer that is none."""
+    http_error: Any = HfHubHTTPError.__bases__[0]  # the HTTP client's own base class: httpx or httpx2, by version
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (http_error, SafetensorsParsingError, OSError, ValueError, KeyError, TypeError) as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise CheckpointError(f"{repo_id}: {type(error).__name__}: {lines[0]}") from error
 
 
 def push(
@@ -82,8 +97,7 @@ def push(
     """
     root = Path(checkpoint)
     opened = open_checkpoint(root)
-    if (root / WORK).exists():
-        raise CheckpointError(f"{root} is not finished: run the command that began it again")
+    files = list(own_files(root))
     marked, faults = marked_layers(opened.config)
     raise_faults(opened.faults + faults)
     compressed = {plane.layer_module for plane in opened.planes.values() if plane.compressed}
@@ -92,11 +106,13 @@ def push(
             [Fault(CONFIG, None, f"marks {len(marked)} modules, but {len(compressed)} are compressed")]
         )
     api = HfApi()
-    try:
+    with _hub_errors(repo_id):
         api.create_repo(repo_id, private=private, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=root, revision=revision, commit_message=message, ignore_patterns=[".*"]
+            repo_id=repo_id,
+            folder_path=root,
+            revision=revision,
+            commit_message=message,
+            allow_patterns=[glob.escape(name) for name in files],
         )
-    except HfHubHTTPError as error:
-        raise CheckpointError(f"{repo_id}: {error}") from error
     return commit.commit_url

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,7 +109,9 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None) -> InspectRe
         CheckpointError: no checkpoint there, or a header or index that cannot be read.
     """
     name = str(checkpoint)
-    if Path(checkpoint).is_dir() or not _is_hub_id(name):
+    if not name or (not Path(checkpoint).exists() and not _is_hub_id(name)):
+        raise CheckpointError(f"{name}: no such directory, and no hub id (org/name)")
+    if Path(checkpoint).exists():
         with without_gc():  # once for both
             return describe(open_checkpoint(checkpoint, data_present=False), name)
 
@@ -156,7 +159,7 @@ def describe(checkpoint: Checkpoint, name: str) -> InspectReport:
 
 
 def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII) is not None
 
 
 def _by_projection(planes: Iterable[Plane]) -> dict[tuple[str, str], list[Plane]]:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from operator import eq
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from finegrained_kernels.checkpoint.claims import unfinished
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
-from finegrained_kernels.checkpoint.headers import Header, TensorInfo, read_header
+from finegrained_kernels.checkpoint.headers import Header, TensorInfo, is_unicode, read_header
 from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane, find_planes, group_by_scale, replaced_by
+from finegrained_kernels.checkpoint.paths import WORK, check_name, shown
 from finegrained_kernels.checkpoint.quantization_config import (
     CONFIG,
     HF_QUANT_CONFIG,
@@ -178,6 +180,10 @@ def open_checkpoint(root: str | Path, *, data_present: bool = True, faults: list
     root = Path(root)
     if not root.is_dir():
         raise CheckpointError(f"{root} is not a directory")
+    if message := unfinished(root):
+        if faults is None:
+            raise CheckpointError(message)
+        faults.append(Fault(WORK, None, message))
     layout = read_layout(root, [path.name for path in root.iterdir()])
     missing = [shard for shard in layout.shards if not os.path.isfile(root / shard)]
     raise_faults(Fault(layout.index or MANIFEST, None, f"shard {shard} does not exist") for shard in missing)
@@ -192,15 +198,17 @@ def open_checkpoint(root: str | Path, *, data_present: bool = True, faults: list
     return Checkpoint(root, layout, headers)
 
 
-def read_layout(root: Path, files: Collection[str]) -> Layout:
-    """What the small JSON files in ``root`` say of a checkpoint that has ``files`` at its top, there or elsewhere."""
-    if MANIFEST in files or CONTRACT in files:
+def read_layout(root: Path | None, files: Collection[str]) -> Layout:
+    """What the small JSON files in ``root`` say of a checkpoint that has ``files`` at its top, there or elsewhere. None
+    for ``root`` where there are no such files."""
+    is_container = CONTRACT in files or (MANIFEST in files and not any(map(_is_shard_or_index, files)))
+    if is_container and root is not None:
         listed, shards = _read_container(root)
         return Layout(CONTAINER_LAYOUT, None, listed, shards, *_read_configs(root / "metadata"))
     indices = sorted(name for name in files if "/" not in name and name.endswith(INDEX_SUFFIX))
     if len(indices) > 1:
         raise CheckpointError(f"{root} has several indices: {', '.join(indices)}")
-    if indices:
+    if indices and root is not None:
         return Layout(HF_LAYOUT, indices[0], *_read_index(root, indices[0]), *_read_configs(root))
     shards = sorted(name for name in files if "/" not in name and name.endswith(".safetensors"))
     if len(shards) != 1:
@@ -209,24 +217,32 @@ def read_layout(root: Path, files: Collection[str]) -> Layout:
     return Layout(HF_LAYOUT, None, None, shards, *_read_configs(root))
 
 
+def _is_shard_or_index(name: str) -> bool:
+    """Whether a file at the top makes its directory one of the other layout; a manifest.json is many things there."""
+    return "/" not in name and name.endswith((".safetensors", INDEX_SUFFIX))
+
+
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file called ``name`` in messages."""
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        text = path.read_bytes().decode()
+        document = json.loads(text)
+    except OSError as error:
+        raise CheckpointError([Fault(name, None, f"cannot be read: {error.strerror}")]) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError([Fault(name, None, f"cannot be read: {error}")]) from error
     if not isinstance(document, dict):
         raise CheckpointError([Fault(name, None, f"expected a JSON object, got {type(document).__name__}")])
+    if not is_unicode(text, document):
+        raise CheckpointError([Fault(name, None, "cannot be read: it has half of a Unicode character")])
     return document
 
 
 def check_shard_name(shard: object, file: str) -> str:
     """``shard`` if it names a safetensors file inside the checkpoint, whatever the machine."""
-    parts = PurePosixPath(shard).parts if isinstance(shard, str) else ()
-    if not isinstance(shard, str) or not parts or parts[0] == "/" or ".." in parts or "\\" in shard or ":" in shard:
-        raise CheckpointError([Fault(file, None, f"shard {shard!r} is not a path inside the checkpoint")])
+    shard = check_name(shard, file)
     if not shard.endswith(".safetensors"):
-        raise CheckpointError([Fault(file, None, f"shard {shard!r} is not a safetensors file")])
+        raise CheckpointError([Fault(file, None, f"shard {shown(shard)} is not a safetensors file")])
     return shard
 
 
@@ -264,15 +280,19 @@ def _read_container(root: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _read_index(root: Path, index: str) -> tuple[dict[str, str], list[str]]:
-    listed = read_json(root / index, index).get("weight_map")
+    document = read_json(root / index, index)
+    listed, metadata = document.get("weight_map"), document.get("metadata")
+    if not isinstance(metadata, dict | None):
+        raise CheckpointError([Fault(index, None, f"metadata must be an object, got {shown(metadata)}")])
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError([Fault(index, None, "weight_map must be an object that is not empty")])
     shards = {str(shard): shard for shard in listed.values()}  # by text: what is no string is refused, whatever it is
     return listed, [check_shard_name(shard, index) for shard in shards.values()]
 
 
-def _read_configs(directory: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def _read_configs(directory: Path | None) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     config, hf_quant_config = (
-        read_json(directory / name, name) if (directory / name).exists() else None for name in (CONFIG, HF_QUANT_CONFIG)
+        read_json(directory / name, name) if directory is not None and (directory / name).exists() else None
+        for name in (CONFIG, HF_QUANT_CONFIG)
     )
     return config, hf_quant_config

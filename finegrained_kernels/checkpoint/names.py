@@ -24,7 +24,9 @@ _KINDS = {
     "_": (("", "weight_scale_2"), ("_weight_packed", "weight_global_scale"), ("_packed", "weight_global_scale")),
 }
 _INPUTS = {"weight_scale_2": "input_scale", "weight_global_scale": "input_global_scale"}
-_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?:(?P<e1>\d+)\.(?P<p1>[^.]+)|(?P<p2>[^.\d][^.]*)\.(?P<e2>\d+))")
+_EXPERT = re.compile(
+    r"(?P<experts>.*\bexperts)\.(?:(?P<e1>\d{1,9})\.(?P<p1>[^.]+)|(?P<p2>[^.\d][^.]*)\.(?P<e2>\d{1,9}))"
+)
 _STACKED = re.compile(r".*\bexperts\.[^.]+")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
@@ -251,6 +253,7 @@ def _wire_problem(plane: Plane, located: Located) -> Fault | None:
         expected = f"U8 {list(stream)} for scales {[plane.rows, plane.cols]}"
         return Fault(shard, fixed, f"expected {expected}, got {info.dtype} {list(info.shape)}")
     shard, words = located[exceptions]
-    if words.dtype != "U32" or len(words.shape) != 1:
-        return Fault(shard, exceptions, f"expected 1-D U32, got {words.dtype} {list(words.shape)}")
+    if words.dtype != "U32" or len(words.shape) != 1 or words.shape[0] > plane.rows * plane.cols:
+        expected = f"1-D U32 of at most {plane.rows * plane.cols} words"
+        return Fault(shard, exceptions, f"expected {expected}, got {words.dtype} {list(words.shape)}")
     return None

@@ -1,4 +1,4 @@
-"""The directory that a command fills: claimed before, finished after, and shards worked on in between."""
+"""What every command that fills a directory does: checks before, and shards worked on side by side."""
 
 from __future__ import annotations
 
@@ -12,38 +12,13 @@ from threading import Event, Lock
 from typing import TypeVar
 
 from finegrained_kernels.checkpoint.errors import CheckpointError
-from finegrained_kernels.checkpoint.stream import Stopped, locked
-
-WORK = ".incomplete"
+from finegrained_kernels.checkpoint.stream import LOCK_SUFFIX, Stopped, locked
 
 Shard = TypeVar("Shard")
 
 DEFAULT_JOBS = min(max(2, (os.cpu_count() or 1) // 2), 8)
 """Shards at a time on the command line: one for every two cores, as hashing and writing run beside encoding; two at
 least, so that one is encoded while another is hashed; no more than memory for half a large shard."""
-
-
-def claim(root: Path, source: Path, *, ours: Callable[[Path], bool]) -> Path:
-    """Make ``root``, and a folder in it for files that are not complete yet; return that folder.
-
-    ``ours(root)`` tells whether a directory that has files already is an unfinished or finished result of the same
-    command. `finishing` removes the folder.
-    """
-    inside, outside = root.resolve(), source.resolve()
-    if inside == outside or inside in outside.parents or outside in inside.parents:
-        raise CheckpointError(f"{root} and {source} must be separate directories, none inside the other")
-    work = root / WORK
-    if root.exists():
-        if not root.is_dir():
-            raise CheckpointError(f"{root} is not a directory")
-        others = (path for path in root.rglob("*") if path.is_file() and work not in path.parents)
-        if any(others) and not ours(root):
-            raise CheckpointError(f"{root} holds other files: give a new directory, or the one that was begun")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{root} cannot be made: {error.strerror}") from error
-    return work
 
 
 def check_request(jobs: int, device: str) -> None:
@@ -53,6 +28,8 @@ def check_request(jobs: int, device: str) -> None:
     if jobs < 1:
         raise CheckpointError(f"jobs must be at least 1, got {jobs}")
     try:
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise CheckpointError(f"device {device!r} cannot be used: expected cpu or cuda")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise CheckpointError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
@@ -71,7 +48,7 @@ def for_each_shard(shards: Sequence[str], work: Path, jobs: int, handle: Callabl
     Each shard is handled under a lock. One that another process holds is handled last, when that process is done with
     it: ``handle`` must see what is finished. Failures are those of `run_shards`.
     """
-    locks = {shard: work / f"{i}.lock" for i, shard in enumerate(shards)}
+    locks = {shard: work / f"{i}{LOCK_SUFFIX}" for i, shard in enumerate(shards)}
     held_elsewhere: list[str] = []
 
     def attempt(shard: str, stop: Event) -> None:
@@ -88,18 +65,6 @@ def for_each_shard(shards: Sequence[str], work: Path, jobs: int, handle: Callabl
 
     run_shards(shards, jobs, attempt)
     run_shards(held_elsewhere, jobs, wait_for)
-
-
-@contextmanager
-def finishing(work: Path, *, wait: bool = True) -> Iterator[bool]:
-    """The last steps, by one process at a time; then ``work`` goes away, and with it all that an earlier run left.
-
-    Yields False if another process has finished meanwhile, or is at it and ``wait`` is not set.
-    """
-    with locked(work / "finish.lock", wait=wait) as got:
-        yield got
-        if got:
-            shutil.rmtree(work, ignore_errors=True)  # another process may just be making a lock: it comes last then
 
 
 def run_shards(shards: Sequence[Shard], jobs: int, call: Callable[[Shard, Event], None]) -> None:

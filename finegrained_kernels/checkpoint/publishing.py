@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,21 +21,28 @@ from finegrained_kernels.checkpoint.layouts import (
     read_json,
 )
 from finegrained_kernels.checkpoint.names import FIXED, Plane, group_by_scale
-from finegrained_kernels.checkpoint.records import DIGESTS, Job, read_records, source_name
+from finegrained_kernels.checkpoint.paths import DIGESTS, check_link, own_files
+from finegrained_kernels.checkpoint.records import Job, read_records, source_name, write_written
 from finegrained_kernels.checkpoint.stream import copy_file, file_sha256, write_file
 from finegrained_kernels.checkpoint.wire import CODEC
 
-_HIDDEN = "."
 _CARD = "README.md"
 
 
 def other_files(checkpoint: Checkpoint) -> Iterator[str]:
-    """Paths of a source's files that are neither shards nor hidden, in a fixed order."""
-    for path in sorted(checkpoint.root.rglob("*")):
-        relative = path.relative_to(checkpoint.root)
-        hidden = any(part.startswith(_HIDDEN) for part in relative.parts)
-        if path.is_file() and not hidden and relative.as_posix() not in checkpoint.headers:
-            yield relative.as_posix()
+    """Paths of a source's files that are neither shards nor hidden, in a fixed order. Shards are checked, too.
+
+    Raises:
+        CheckpointError: a name or a link that no copy of the checkpoint may have (paths.py).
+    """
+    for shard in checkpoint.headers:
+        check_link(checkpoint.root, shard)
+    for name in own_files(checkpoint.root):
+        if name.startswith(f"{DIGESTS}/"):
+            message = "lies where compress keeps its records, and the checkpoint is not compressed: remove that folder"
+            raise CheckpointError([Fault(name, None, message)])
+        if name not in checkpoint.headers:
+            yield name
 
 
 def rewritten_files(checkpoint: Checkpoint) -> list[str]:
@@ -75,17 +83,20 @@ def publish(source: Checkpoint, planes: Mapping[str, Plane], job: Job, destinati
         for name in header.tensors
         if name.endswith(FIXED)
     }
-    for name, content in marked_files(source, planes, compressed).items():
-        write_file(metadata / name, content, work, name)
+    marked = marked_files(source, planes, compressed)
+    for name, content in marked.items():
+        write_file(metadata / name, content, work, name, like=source.root / name)
+    write_written({name: hashlib.sha256(content).hexdigest() for name, content in marked.items()}, destination, work)
     if job.layout == CONTAINER_LAYOUT:
         _write_container(headers, job, destination, work)
     elif source.layout.index is not None:
         index = read_json(source.root / source.layout.index, source.layout.index)
-        new_index = _new_index(index, headers, group_by_scale(planes.values()))
-        write_file(destination / source.layout.index, dump_json(new_index), work, source.layout.index)
+        name = source.layout.index
+        content = dump_json(new_index(index, headers, group_by_scale(planes.values())))
+        write_file(destination / name, content, work, name, like=source.root / name)
 
 
-def _new_index(index: Mapping, headers: Mapping[str, Header], planes: Mapping[str, Sequence[Plane]]) -> dict:
+def new_index(index: Mapping, headers: Mapping[str, Header], planes: Mapping[str, Sequence[Plane]]) -> dict:
     """The source's index with each compressed scale's tensors in its place, and the new total size."""
     weight_map = {}
     for name, shard in index["weight_map"].items():
@@ -93,7 +104,7 @@ def _new_index(index: Mapping, headers: Mapping[str, Header], planes: Mapping[st
         names = [name] if name in tensors else [n for plane in planes[name] for n in plane.as_compressed().tensors]
         weight_map.update(dict.fromkeys(names, shard))
     document = {**index, "weight_map": weight_map}
-    if "total_size" in index.get("metadata", {}):
+    if "total_size" in (index.get("metadata") or {}):
         total = sum(header.data_bytes for header in headers.values())
         document["metadata"] = {**index["metadata"], "total_size": total}
     return document

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from threading import Event
 from types import ModuleType
 
+from finegrained_kernels.checkpoint.claims import Claim, claimed, finishing
 from finegrained_kernels.checkpoint.config import dump_json, quantized_config
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo, read_header, replace_tensors
@@ -21,8 +23,6 @@ from finegrained_kernels.checkpoint.output import (
     DEFAULT_JOBS,
     check_request,
     check_space,
-    claim,
-    finishing,
     one_torch_thread,
     run_shards,
 )
@@ -35,6 +35,7 @@ from finegrained_kernels.checkpoint.stream import (
     copy_file,
     opened,
     read_exact,
+    watch,
     write_file,
 )
 
@@ -92,6 +93,8 @@ def quantize(
     check_request(jobs, device)
     if scales not in ("amax", "mse"):
         raise CheckpointError(f"scales must be 'amax' or 'mse', got {scales!r}")
+    if input_scale is not None and not 0 < input_scale < math.inf:
+        raise CheckpointError(f"input_scale must be a finite number above 0, got {input_scale}")
     checkpoint = open_checkpoint(source)
     weights = _select(checkpoint, include, exclude)
     modules = list(dict.fromkeys(layer_of(weight.removesuffix(_WEIGHT)) for weight in weights))
@@ -100,32 +103,35 @@ def quantize(
     )
     rewritten = (CONFIG, checkpoint.layout.index)
     others = [name for name in other_files(checkpoint) if name not in rewritten]
-    known = {*checkpoint.headers, *others, *rewritten}
 
-    def ours(root: Path) -> bool:
-        names = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-        return all(name in known or name.startswith(".incomplete/") for name in names)
+    def is_ours() -> bool:
+        raise CheckpointError(f"{destination} holds files: give a new directory, or the one that was begun")
 
     quantizing = _Quantizing(
         load(), checkpoint, weights, scales, input_scale, destination, device, progress or (lambda _: None)
     )
-    work = claim(destination, source, ours=ours)
     after = sum(len(header.raw) + header.data_bytes for header, _ in quantizing.outputs.values())
-    check_space(destination, after)
-
-    def handle(shard: str, stop: Event) -> None:
-        quantizing.quantize_shard(shard, work, stop)
-
-    with one_torch_thread(), finishing(work, wait=False) as alone:
+    claim = Claim.of("quantize", source, checkpoint.headers, [list(include), list(exclude), scales, input_scale])
+    with (
+        claimed(destination, source, claim, is_ours) as work,
+        one_torch_thread(),
+        finishing(work, wait=False) as alone,
+    ):
         if not alone:
             raise CheckpointError(f"another process is writing to {destination}")
+        check_space(destination, after)
+
+        def handle(shard: str, stop: Event) -> None:
+            quantizing.quantize_shard(shard, work, stop)
+
         run_shards(list(checkpoint.headers), jobs, handle)
         for name in others:
             copy_file(source / name, destination / name, work, name)
-        write_file(destination / CONFIG, dump_json(config), work, CONFIG)
+        write_file(destination / CONFIG, dump_json(config), work, CONFIG, like=source / CONFIG)
         if checkpoint.layout.index is not None:
+            name = checkpoint.layout.index
             index = dump_json(quantizing.new_index())
-            write_file(destination / checkpoint.layout.index, index, work, checkpoint.layout.index)
+            write_file(destination / name, index, work, name, like=source / name)
     before = sum(len(header.raw) + header.data_bytes for header in checkpoint.headers.values())
     return QuantizeReport(len(checkpoint.headers), len(weights), before, after)
 
@@ -173,21 +179,23 @@ class _Quantizing:
             names = [new[0] for new in self._new_tensors(name)] if name in self.weights else [name]
             weight_map.update(dict.fromkeys(names, shard))
         total = sum(header.data_bytes for header, _ in self.outputs.values())
-        return {**index, "metadata": {**index.get("metadata", {}), "total_size": total}, "weight_map": weight_map}
+        return {**index, "metadata": {**(index.get("metadata") or {}), "total_size": total}, "weight_map": weight_map}
 
     def quantize_shard(self, shard: str, work: Path, stop: Event) -> None:
         """Write one shard. New tensors go to their places as they come, globals among them."""
         header = self.checkpoint.headers[shard]
         output, parts = self.outputs[shard]
+        source = self.checkpoint.root / shard
         with (
-            opened(self.checkpoint.root / shard, shard) as fd,
-            AtomicFile(self.destination / shard, work, shard) as file,
+            opened(source, shard) as fd,
+            AtomicFile(self.destination / shard, work, shard, like=source) as file,
         ):
+            check_unchanged = watch(fd, header, shard)
             file.write(output.raw)
             position = output.data_start
             for part in parts:
                 if isinstance(part, tuple):
-                    self._copy(fd, header.data_start + part[0], part[1] - part[0], file, position, stop)
+                    self._copy(shard, fd, header.data_start + part[0], part[1] - part[0], file, position, stop)
                     position += part[1] - part[0]
                 else:
                     position += output.tensors[part].nbytes
@@ -196,13 +204,16 @@ class _Quantizing:
                     self._quantize(shard, name, fd, file, stop)
             if read_header(file.temporary, shard).tensors != output.tensors:
                 raise CheckpointError([Fault(shard, None, "does not read back as written")])
+            check_unchanged()
             file.commit()
 
-    def _copy(self, fd: int, begin: int, size: int, file: AtomicFile, position: int, stop: Event) -> None:
+    def _copy(self, shard: str, fd: int, begin: int, size: int, file: AtomicFile, position: int, stop: Event) -> None:
         while size:
             if stop.is_set():
                 raise Stopped
             data = os.pread(fd, min(size, CHUNK_BYTES), begin)
+            if not data:
+                raise CheckpointError([Fault(shard, None, f"was cut short while it was read: it ends at byte {begin}")])
             file.write_at(memoryview(data), position)
             begin, position, size = begin + len(data), position + len(data), size - len(data)
             self.progress(len(data))

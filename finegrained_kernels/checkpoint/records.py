@@ -4,26 +4,34 @@
 - `shards/<shard>.json`, one a source shard, written when that shard is finished: the source file's SHA-256 and header,
   CRC-32 of every source tensor and of every tensor that replaced one, and the scales that were left dense.
 - `source/`: the small files that were rewritten (config.json, the index), as they were.
+- `written.json`, once all is done: SHA-256 of config.json and hf_quant_config.json as they are now.
 
-Nothing in them depends on a clock, a machine or how often a run was interrupted.
+Nothing in them depends on a clock, a machine or how often a run was interrupted. Each ends in a digest of itself, so
+that a bit that flips in one is noticed, also where nothing else would contradict it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 from finegrained_kernels.checkpoint.headers import Header, parse_header
-from finegrained_kernels.checkpoint.layouts import read_json
+from finegrained_kernels.checkpoint.layouts import CONTAINER_LAYOUT, HF_LAYOUT, read_json
 from finegrained_kernels.checkpoint.names import FIXED, replaced_by
+from finegrained_kernels.checkpoint.paths import DIGESTS, check_name, shown
 from finegrained_kernels.checkpoint.stream import write_file
 
-DIGESTS = "csf_digests"
-SCHEMA = "finegrained-kernels-csf-digests/2"
+SCHEMA = "finegrained-kernels-csf-digests/3"
+_BEFORE = "finegrained-kernels-csf-digests/2"
+"""Of an earlier version: without digests of the records themselves, and `source_headers`."""
 _JOB = f"{DIGESTS}/job.json"
+WRITTEN = f"{DIGESTS}/written.json"
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Job:
 
     Attributes:
         source_bytes: of all source shards.
+        source_headers: SHA-256 over names, sizes and headers of all source shards; None in an earlier version's.
         layout, family, include, exclude: as asked for.
         shards: path of each compressed shard, by path of its source.
         rewritten: SHA-256 of the source's files that `csf_digests/source/` keeps, by path.
@@ -39,6 +48,7 @@ class Job:
     """
 
     source_bytes: int
+    source_headers: str | None
     layout: str
     family: str | None
     include: list[str]
@@ -47,8 +57,17 @@ class Job:
     rewritten: dict[str, str]
     copied: dict[str, str]
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def is_same(self, other: Job) -> bool:
+        """Whether both are of one source, as far as a job tells, and with the same options."""
+        if None in (self.source_headers, other.source_headers):
+            return replace(self, source_headers=None) == replace(other, source_headers=None)
+        return self == other
+
     def write(self, root: Path, work: Path) -> None:
-        write_file(root / _JOB, _dump({"schema": SCHEMA, **asdict(self)}), work, _JOB)
+        write_file(root / _JOB, _dump(self), work, _JOB)
 
 
 @dataclass(frozen=True)
@@ -84,7 +103,7 @@ class Record:
 
     def write(self, root: Path, work: Path) -> None:
         name = record_name(self.file)
-        write_file(root / name, _dump({"schema": SCHEMA, **asdict(self)}), work, name)
+        write_file(root / name, _dump(self), work, name)
 
 
 def record_name(shard: str) -> str:
@@ -95,17 +114,72 @@ def source_name(file: str) -> str:
     return f"{DIGESTS}/source/{file}"
 
 
+def source_identity(headers: Mapping[str, Header]) -> str:
+    """SHA-256 over all shards' names, sizes and headers. Their data is in the records' digests."""
+    digest = hashlib.sha256()
+    for shard, header in sorted(headers.items()):
+        own = hashlib.sha256(header.raw).hexdigest()
+        digest.update(f"{shard}\0{header.data_start + header.data_bytes}\0{own}\n".encode())
+    return digest.hexdigest()
+
+
 def read_job(root: Path) -> Job | None:
-    """The job of the checkpoint in ``root``, None if it has no records."""
-    return Job(**_read(root, _JOB)) if (root / _JOB).exists() else None
+    """The checked job of the checkpoint in ``root``, None if it has no records.
+
+    Raises:
+        CheckpointError: it is damaged, or names a file that lies elsewhere or in a folder of ours.
+    """
+    if not (root / _JOB).exists():
+        return None
+    document = _read(root, _JOB, tuple(Job.__dataclass_fields__))
+    _check_types(document, _JOB, _JOB_TYPES)
+    job = Job(**document)
+    for name in (*job.shards, *job.rewritten, *job.copied):
+        check_name(name, _JOB)
+    for shard, path in job.shards.items():
+        expected = f"tensors/{PurePosixPath(shard).name}" if job.layout == CONTAINER_LAYOUT else shard
+        if path != expected or not shard.endswith(".safetensors"):
+            raise CheckpointError([Fault(_JOB, None, f"shard {shown(shard)} is said to be in {shown(path)}")])
+    files = [*job.shards, *job.rewritten, *job.copied]
+    if len(set(files)) < len(files):
+        raise CheckpointError([Fault(_JOB, None, "names a file twice")])
+    for digest in (*job.rewritten.values(), *job.copied.values()):
+        _check_digest(digest, _JOB)
+    return job
 
 
 def read_record(root: Path, shard: str) -> Record:
-    """The record of source shard ``shard``; a `CheckpointError` says if it does not exist."""
+    """The checked record of source shard ``shard``; a `CheckpointError` says if it does not exist or is damaged."""
     name = record_name(shard)
     if not (root / name).exists():
         raise CheckpointError([Fault(name, None, "does not exist: compress has not finished this shard")])
-    return Record(**_read(root, name))
+    document = _read(root, name, tuple(Record.__dataclass_fields__))
+    _check_types(document, name, _RECORD_TYPES)
+    record = Record(**document)
+    if record.file != shard:
+        raise CheckpointError([Fault(name, None, f"is of the file {shown(record.file)}, expected {shown(shard)}")])
+    for digest in (record.sha256, *([] if record.file_sha256 is None else [record.file_sha256])):
+        _check_digest(digest, name)
+    record.source_header()  # raises if it is none
+    return record
+
+
+def write_written(digests: Mapping[str, str], root: Path, work: Path) -> None:
+    """Keep SHA-256 of the files that say which layers are compressed, by name, as they were written."""
+    write_file(root / WRITTEN, _dump_fields({"files": dict(digests)}), work, WRITTEN)
+
+
+def read_written(root: Path) -> dict[str, str] | None:
+    """What `write_written` kept, None if there is nothing."""
+    if not (root / WRITTEN).exists():
+        return None
+    files = _read(root, WRITTEN, ("files",))["files"]
+    if not isinstance(files, dict):
+        raise CheckpointError([Fault(WRITTEN, None, f"files has a value that it cannot have: {shown(files)}")])
+    for name, digest in files.items():
+        check_name(name, WRITTEN)
+        _check_digest(digest, WRITTEN)
+    return files
 
 
 def read_records(root: Path, job: Job) -> Iterator[Record]:
@@ -113,15 +187,81 @@ def read_records(root: Path, job: Job) -> Iterator[Record]:
         yield read_record(root, shard)
 
 
-def _read(root: Path, name: str) -> Mapping:
+_JOB_TYPES: dict[str, Callable[[Any], bool]] = {
+    "source_bytes": lambda value: _is_count(value, 1 << 63),
+    "source_headers": lambda value: value is None or _is_digest(value),
+    "layout": lambda value: value in (HF_LAYOUT, CONTAINER_LAYOUT),
+    "family": lambda value: value is None or isinstance(value, str),
+    "include": lambda value: _is_list_of_texts(value),
+    "exclude": lambda value: _is_list_of_texts(value),
+    "shards": lambda value: _maps_texts_to(value, str),
+    "rewritten": lambda value: _maps_texts_to(value, str),
+    "copied": lambda value: _maps_texts_to(value, str),
+}
+_RECORD_TYPES: dict[str, Callable[[Any], bool]] = {
+    "file": lambda value: isinstance(value, str),
+    "nbytes": lambda value: _is_count(value, 1 << 63),
+    "sha256": lambda value: isinstance(value, str),
+    "header": lambda value: isinstance(value, str) and _is_unicode(value),
+    "tensors": lambda value: _maps_texts_to(value, int) and all(_is_count(v, 1 << 32) for v in value.values()),
+    "components": lambda value: _maps_texts_to(value, int) and all(_is_count(v, 1 << 32) for v in value.values()),
+    "dense": lambda value: _maps_texts_to(value, str),
+    "file_sha256": lambda value: value is None or isinstance(value, str),
+}
+
+
+def _is_count(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _maps_texts_to(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and all(type(item) is kind for item in value.values())
+
+
+def _check_types(document: Mapping[str, Any], name: str, types: Mapping[str, Callable[[Any], bool]]) -> None:
+    for key, is_right in types.items():
+        if not is_right(document[key]):
+            raise CheckpointError([Fault(name, None, f"{key} has a value that it cannot have: {shown(document[key])}")])
+
+
+def _check_digest(value: Any, name: str) -> None:
+    if not _is_digest(value):
+        raise CheckpointError([Fault(name, None, f"{shown(value)} is not a SHA-256")])
+
+
+def _read(root: Path, name: str, fields: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a job or record, once its bytes are those that were written."""
     document = read_json(root / name, name)
-    if document.pop("schema", None) != SCHEMA:
-        raise CheckpointError([Fault(name, None, f"not a record of schema {SCHEMA}")])
-    kind = Job if name == _JOB else Record
-    if document.keys() != kind.__dataclass_fields__.keys():
-        raise CheckpointError([Fault(name, None, f"expected the keys {sorted(kind.__dataclass_fields__)}")])
+    schema = document.pop("schema", None)
+    document.pop("digest", None)  # compared below, with all the rest
+    if schema not in (SCHEMA, _BEFORE):
+        raise CheckpointError([Fault(name, None, f"schema {shown(schema)}, expected {SCHEMA}")])
+    if schema == _BEFORE and name == _JOB:
+        document = {"source_headers": None, **document}
+    if document.keys() != set(fields):
+        raise CheckpointError([Fault(name, None, f"expected the keys {sorted(fields)}")])
+    if schema == SCHEMA and (root / name).read_bytes() != _dump_fields({field: document[field] for field in fields}):
+        raise CheckpointError([Fault(name, None, "has changed: it is not what its own digest says")])
     return document
 
 
-def _dump(document: Mapping) -> bytes:
-    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+def _dump(document: Job | Record) -> bytes:
+    return _dump_fields(asdict(document))
+
+
+def _dump_fields(fields: Mapping[str, Any]) -> bytes:
+    content = {"schema": SCHEMA, **fields}
+    digest = hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
+    return (json.dumps({**content, "digest": digest}, indent=1, ensure_ascii=False) + "\n").encode()

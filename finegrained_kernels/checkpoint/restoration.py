@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from types import ModuleType
 
+from finegrained_kernels.checkpoint.claims import Claim, claimed, finishing
 from finegrained_kernels.checkpoint.contents import TensorReader, send_source
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, read_header
@@ -17,12 +18,11 @@ from finegrained_kernels.checkpoint.output import (
     DEFAULT_JOBS,
     check_request,
     check_space,
-    claim,
-    finishing,
     for_each_shard,
     one_torch_thread,
 )
-from finegrained_kernels.checkpoint.records import DIGESTS, Job, Record, read_job, read_records, source_name
+from finegrained_kernels.checkpoint.paths import DIGESTS, WORK, check_link
+from finegrained_kernels.checkpoint.records import Job, Record, read_job, read_records, source_name
 from finegrained_kernels.checkpoint.stream import (
     AtomicFile,
     Fanout,
@@ -69,30 +69,35 @@ def restore(
     raise_faults(opened_checkpoint.faults)
     records = {record.file: record for record in read_records(root, job)}
     _check_complete(records.values(), opened_checkpoint)
-    files = [*job.shards, *job.rewritten, *job.copied]
+    for name in (*opened_checkpoint.headers, *_sources(opened_checkpoint, job).values()):
+        check_link(root, name)
+    digests = {record.file: record.sha256 for record in records.values()} | job.rewritten | job.copied
 
-    def ours(path: Path) -> bool:
-        names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
-        return all(name in files or name.startswith(".incomplete/") for name in names)
+    def is_ours() -> bool:
+        """Whether all that the destination holds is what would be restored: then a run has restored it before."""
+        names = [path.relative_to(destination).as_posix() for path in destination.rglob("*") if path.is_file()]
+        theirs = [name for name in names if not name.startswith(f"{WORK}/")]
+        return all(name in digests and file_sha256(destination / name) == digests[name] for name in theirs)
 
-    work = claim(destination, root, ours=ours)
-    if not any((destination / shard).exists() for shard in job.shards):
-        check_space(destination, job.source_bytes)
-    restoring = _Restoring(load(), opened_checkpoint, destination, work, device, progress or (lambda _: None))
-    resumed = []
+    claim = Claim.of("restore", root, opened_checkpoint.headers, [job.to_json(), digests])
+    with claimed(destination, root, claim, is_ours) as work:
+        if not any((destination / shard).exists() for shard in job.shards):
+            check_space(destination, job.source_bytes)
+        restoring = _Restoring(load(), opened_checkpoint, job, destination, work, device, progress or (lambda _: None))
+        resumed = []
 
-    def handle(shard: str, stop: Event) -> None:
-        record = records[shard]
-        if (destination / shard).exists() and file_sha256(destination / shard) == record.sha256:
-            resumed.append(shard)
-        else:
-            restoring.restore_shard(record, stop)
+        def handle(shard: str, stop: Event) -> None:
+            record = records[shard]
+            if (destination / shard).exists() and file_sha256(destination / shard) == record.sha256:
+                resumed.append(shard)
+            else:
+                restoring.restore_shard(record, stop)
 
-    with one_torch_thread():
-        for_each_shard(list(job.shards), work, jobs, handle)
-    with finishing(work) as unfinished:
-        if unfinished:
-            _restore_files(opened_checkpoint, job, destination, work)
+        with one_torch_thread():
+            for_each_shard(list(job.shards), work, jobs, handle)
+        with finishing(work) as unfinished:
+            if unfinished:
+                _restore_files(opened_checkpoint, job, destination, work)
     return RestoreReport(len(job.shards), len(resumed), job.source_bytes)
 
 
@@ -102,6 +107,8 @@ def restored_bytes(checkpoint: str | Path) -> int:
 
 
 def _read_job(root: Path) -> Job:
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is not a directory")
     job = read_job(root)
     if job is None:
         raise CheckpointError(f"{root} has no {DIGESTS}: which bytes its files had before is not known")
@@ -114,6 +121,7 @@ class _Restoring:
 
     bundle: ModuleType
     checkpoint: Checkpoint
+    job: Job
     destination: Path
     work: Path
     device: str
@@ -122,9 +130,12 @@ class _Restoring:
     def restore_shard(self, record: Record, stop: Event) -> None:
         header = record.source_header()
         digest = hashlib.sha256()
+        here = self.checkpoint.root / self.job.shards[record.file]  # gone if the checkpoint was sharded anew
         with (
             TensorReader(self.checkpoint) as reader,
-            AtomicFile(self.destination / record.file, self.work, record.file) as file,
+            AtomicFile(
+                self.destination / record.file, self.work, record.file, like=here if here.exists() else None
+            ) as file,
         ):
             with Fanout([file.write, digest.update], stop, self.progress) as stream:
                 stream.send(memoryview(header.raw))
@@ -157,13 +168,18 @@ def _differing(path: Path, header: Header, record: Record, stop: Event) -> list[
 
 
 def _restore_files(checkpoint: Checkpoint, job: Job, destination: Path, work: Path) -> None:
-    for name, digest in job.copied.items():
-        _restore_file(checkpoint.metadata_dir / name, name, digest, destination, work)
-    for name, digest in job.rewritten.items():
-        _restore_file(checkpoint.root / source_name(name), name, digest, destination, work)
+    digests = job.copied | job.rewritten
+    for name, kept in _sources(checkpoint, job).items():
+        source = checkpoint.root / kept
+        if not source.is_file() or file_sha256(source) != digests[name]:
+            message = f"its copy is missing or has changed: SHA-256 is not {digests[name]}"
+            raise CheckpointError([Fault(name, None, message)])
+        copy_file(source, destination / name, work, name)
 
 
-def _restore_file(source: Path, name: str, digest: str, destination: Path, work: Path) -> None:
-    if not source.is_file() or file_sha256(source) != digest:
-        raise CheckpointError([Fault(name, None, f"its copy is missing or has changed: SHA-256 is not {digest}")])
-    copy_file(source, destination / name, work, name)
+def _sources(checkpoint: Checkpoint, job: Job) -> dict[str, str]:
+    """Where in the checkpoint each file lies that is restored as it is."""
+    metadata = checkpoint.metadata_dir.relative_to(checkpoint.root)
+    return {name: (metadata / name).as_posix() for name in job.copied} | {
+        name: source_name(name) for name in job.rewritten
+    }

@@ -8,7 +8,6 @@ the shard in hand.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
-from finegrained_kernels.checkpoint.headers import Header, NewTensor, read_header, replace_tensors
+from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo, read_header, replace_tensors
 from finegrained_kernels.checkpoint.layouts import CONTAINER_LAYOUT, Checkpoint
 from finegrained_kernels.checkpoint.names import EXCEPTIONS, FIXED, Plane, group_by_scale
 from finegrained_kernels.checkpoint.records import Job, Record, read_record
@@ -29,9 +28,9 @@ from finegrained_kernels.checkpoint.stream import (
     Splice,
     TensorChecksums,
     checksum,
-    file_sha256,
     opened,
     read_exact,
+    watch,
 )
 from finegrained_kernels.checkpoint.wire import SLAB_ROWS, slab_bytes
 
@@ -64,26 +63,26 @@ class ShardWork:
         """Write a shard and, once it is in place, its record."""
         header = self.source.headers[shard]
         source_hash, sums = hashlib.sha256(header.raw), TensorChecksums(header.in_data_order())
-        with opened(self.source.root / shard, shard) as fd:
-            before = os.fstat(fd)
-            if os.pread(fd, header.data_start, 0) != header.raw:
-                raise CheckpointError([Fault(shard, None, "its header changed since it was checked")])
-            encoded, dense = self._encode(shard, header, fd)
+        source = self.source.root / shard
+        with opened(source, shard) as fd:
+            check_unchanged = watch(fd, header, shard)
+            encoded, dense, again, read = self._encode(shard, header, fd)
             output, parts = self._lay_out(header, encoded)
-            with AtomicFile(self.path(shard), self.work, self.job.shards[shard]) as file:
+            with AtomicFile(self.path(shard), self.work, self.job.shards[shard], like=source) as file:
                 sinks: list[Callable] = [file.write]
                 file_hash = hashlib.sha256()
                 if self.job.layout == CONTAINER_LAYOUT:
                     sinks.append(file_hash.update)
                 splices = [Splice(parts, sink) for sink in sinks]
-                consumers = [source_hash.update, sums.update, *(splice.update for splice in splices)]
+                consumers = [source_hash.update, sums.update, again.update, *(splice.update for splice in splices)]
                 with Fanout(consumers, stop, self.progress) as stream:
                     stream.read(fd, header.data_start, header.data_start + header.data_bytes, shard)
                 for splice in splices:
                     splice.finish()
-                after = os.fstat(fd)
-                if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                    raise CheckpointError([Fault(shard, None, "changed while it was read")])
+                check_unchanged()
+                for name, value in read.items():  # a file may change, and have its old times put back
+                    if again.checksums[name] != value:
+                        raise CheckpointError([Fault(shard, name, "changed while it was read")])
                 written = read_header(file.temporary, self.job.shards[shard])
                 if written.tensors != output.tensors:
                     raise CheckpointError([Fault(shard, None, "its compressed form does not read back as written")])
@@ -102,7 +101,7 @@ class ShardWork:
         self.progress(header.data_start)
 
     def is_finished(self, shard: str, stop: Event) -> bool:
-        """Whether an earlier run finished this shard, of this very source, and it is still as it was written."""
+        """Whether the shard is still as an earlier run wrote it, by its record; the caller knows whose record it is."""
         try:
             record = read_record(self.destination, shard)
             header = read_header(self.path(shard), self.job.shards[shard])
@@ -111,11 +110,7 @@ class ShardWork:
         sums = TensorChecksums(header.in_data_order())
         with opened(self.path(shard), shard) as fd, Fanout([sums.update], stop, self.progress) as stream:
             stream.read(fd, header.data_start, header.data_start + header.data_bytes, shard)
-        return (
-            sums.checksums == record.expected_tensors()
-            and self.source.headers[shard].raw == record.source_header().raw
-            and file_sha256(self.source.root / shard) == record.sha256
-        )
+        return sums.checksums == record.expected_tensors()
 
     def _lay_out(self, header: Header, encoded: Mapping[str, Encoded]) -> tuple[Header, list]:
         """The header of the compressed shard, and the whole file as ranges of the source's data and new bytes."""
@@ -128,22 +123,33 @@ class ShardWork:
         data_of_parts = (part if isinstance(part, tuple) else components[part] for part in parts)
         return output, [memoryview(output.raw), *data_of_parts]
 
-    def _encode(self, shard: str, header: Header, fd: int) -> tuple[dict[str, Encoded], dict[str, str]]:
-        planes = {
-            plane.name: plane
-            for name, _ in header.in_data_order()
-            if name in self.by_scale
-            for plane in self.by_scale[name]
-        }
+    def _planes_of(self, header: Header) -> dict[str, Plane]:
+        """The scales of a shard to compress, in the order of its data, by name."""
+        names = (name for name, _ in header.in_data_order() if name in self.by_scale)
+        return {plane.name: plane for name in names for plane in self.by_scale[name]}
+
+    def _encode(
+        self, shard: str, header: Header, fd: int
+    ) -> tuple[dict[str, Encoded], dict[str, str], TensorChecksums, dict[str, int]]:
+        """Compressed scales, why others stay dense, what makes CRC-32 of the scales of a stream of the shard's data,
+        and those of the bytes that were read here."""
+        planes = self._planes_of(header)
+        read: dict[str, int] = {}
+        places = []
+        for plane in planes.values():
+            begin = header.tensors[plane.scale].begin + plane.scale_begin
+            places.append((plane.name, TensorInfo("U8", (plane.nbytes,), begin, begin + plane.nbytes)))
+        again = TensorChecksums(places)
         if not planes:
-            return {}, {}
+            return {}, {}, again, read
         from finegrained_kernels.checkpoint.codec import encode
 
         def read_into(plane: Plane, view: memoryview) -> None:
             begin = header.data_start + header.tensors[plane.scale].begin + plane.scale_begin
             read_exact(fd, view, begin, shard, plane.scale)
+            read[plane.name] = checksum(view)
 
-        return encode(self.bundle, planes, read_into, self.device, shard)
+        return *encode(self.bundle, planes, read_into, self.device, shard), again, read
 
 
 def _components(encoded: Mapping[str, Encoded]) -> dict[str, memoryview]:

@@ -157,7 +157,11 @@ def read_dense_stack(
 
 
 def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> torch.Tensor:
-    """Second-level scales as multipliers: float32 `[E]`, or `[E, 2]` for two stacked halves."""
+    """Second-level scales as multipliers: float32 `[E]`, or `[E, 2]` for two stacked halves.
+
+    Raises:
+        CheckpointError: one that is, or whose reciprocal is, negative, infinite or NaN.
+    """
     import torch
 
     columns = []
@@ -165,7 +169,13 @@ def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> tor
         data = b"".join(reader.read_value(plane.global_scale, plane.part) for plane in planes)
         stored = torch.frombuffer(bytearray(data), dtype=torch.float32)
         divisors = torch.tensor([plane.global_scale_divides for plane in planes])
-        columns.append(torch.where(divisors, 1 / stored, stored))
+        values = torch.where(divisors, 1 / stored, stored)
+        for i in (~(values.isfinite() & (values >= 0) & ~stored.signbit())).nonzero().flatten().tolist():
+            name = planes[i].global_scale
+            what = "a divisor that is finite and above 0" if divisors[i] else "a finite number, not negative"
+            message = f"is {float(stored[i])}, which is no scale: expected {what}"
+            raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
+        columns.append(values)
     return columns[0] if len(columns) == 1 else torch.stack(columns, dim=1)
 
 
@@ -203,7 +213,10 @@ def _find(
     raise_faults(checkpoint.faults)
     module, found = _layer_planes(checkpoint, layer)
     if experts is None:
-        experts = range(1 + max(expert for expert, _ in found))
+        experts = sorted({expert for expert, _ in found})
+        if experts != list(range(len(experts))):
+            gap = next(i for i, expert in enumerate(experts) if i != expert)
+            raise CheckpointError(f"{module}: expert {gap} is missing of those up to {experts[-1]}")
     experts = list(experts)
     if not experts:
         raise CheckpointError(f"{module}: experts must name at least one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import stat
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,9 +15,11 @@ from pathlib import Path
 from threading import Event
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
-from finegrained_kernels.checkpoint.headers import TensorInfo
+from finegrained_kernels.checkpoint.headers import Header, TensorInfo
 
 CHUNK_BYTES = 4 << 20
+TEMPORARY_SUFFIX = ".csf-tmp"
+LOCK_SUFFIX = ".csf-lock"
 _BUFFERS = 3
 
 Progress = Callable[[int], None]
@@ -174,13 +177,17 @@ class Splice:
 class AtomicFile:
     """A file written under a name in ``work``, and moved to ``path`` by `commit` once its bytes are on disk."""
 
-    def __init__(self, path: Path, work: Path, name: str) -> None:
-        self._path, self._name = path, name
-        self._temporary = work / (name.replace("%", "%25").replace("/", "%2F") + ".tmp")
+    def __init__(self, path: Path, work: Path, name: str, like: Path | None = None) -> None:
+        """``like``: the file whose permissions it gets, by default those of any new file. ``name`` is for messages."""
+        self._path, self._name, self._like = path, name, like
+        self._temporary = work / (hashlib.sha256(name.encode()).hexdigest()[:32] + TEMPORARY_SUFFIX)
 
     def __enter__(self) -> AtomicFile:
         with _named(self._name):
-            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._mode = None if self._like is None else stat.S_IMODE(self._like.stat().st_mode) & 0o777
+            self._temporary.unlink(missing_ok=True)  # a run that was killed may have left one that nobody may write
+            created = 0o666 if self._mode is None else 0o600
+            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, created)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -205,24 +212,26 @@ class AtomicFile:
 
     def commit(self) -> None:
         with _named(self._name):
+            if self._mode is not None:
+                os.fchmod(self._fd, self._mode)
             os.fsync(self._fd)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             os.rename(self._temporary, self._path)
             sync_directory(self._path.parent)
 
 
-def write_file(path: Path, data: bytes, work: Path, name: str) -> None:
-    """Replace the file at ``path`` as a whole."""
-    with AtomicFile(path, work, name) as file:
+def write_file(path: Path, data: bytes, work: Path, name: str, *, like: Path | None = None) -> None:
+    """Replace the file at ``path`` as a whole; ``like`` as for `AtomicFile`."""
+    with AtomicFile(path, work, name, like) as file:
         file.write(data)
         file.commit()
 
 
 def copy_file(source: Path, path: Path, work: Path, name: str) -> str:
-    """Copy a file of any size as a whole; return its SHA-256."""
+    """Copy a file of any size as a whole, its permissions too; return its SHA-256."""
     digest = hashlib.sha256()
-    with open(source, "rb") as file, AtomicFile(path, work, name) as copy:
-        while chunk := file.read(CHUNK_BYTES):
+    with opened(source, name) as fd, AtomicFile(path, work, name, like=source) as copy:
+        while chunk := os.read(fd, CHUNK_BYTES):
             digest.update(chunk)
             copy.write(chunk)
         copy.commit()
@@ -231,10 +240,25 @@ def copy_file(source: Path, path: Path, work: Path, name: str) -> str:
 
 def file_sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+    with opened(path, str(path)) as fd:
+        while chunk := os.read(fd, CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def watch(fd: int, header: Header, shard: str) -> Callable[[], None]:
+    """Raise if the open shard is not what ``header`` was read from. Returns what to call once it is read: that raises
+    if it has changed meanwhile."""
+    before = os.fstat(fd)
+    if os.pread(fd, header.data_start, 0) != header.raw or before.st_size != header.data_start + header.data_bytes:
+        raise CheckpointError([Fault(shard, None, "has changed since it was checked")])
+
+    def check() -> None:
+        after = os.fstat(fd)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise CheckpointError([Fault(shard, None, "changed while it was read")])
+
+    return check
 
 
 def sync_directory(path: Path) -> None:

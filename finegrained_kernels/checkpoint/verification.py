@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Event
+from typing import Any
 
-from finegrained_kernels.checkpoint.config import marked_layers
+from finegrained_kernels.checkpoint.config import dump_json, marked_layers
 from finegrained_kernels.checkpoint.contents import ContentCheck
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
-from finegrained_kernels.checkpoint.layouts import CONFIG, CONTAINER_LAYOUT, SUMS, Checkpoint, open_checkpoint
-from finegrained_kernels.checkpoint.output import DEFAULT_JOBS, WORK, check_request, one_torch_thread, run_shards
-from finegrained_kernels.checkpoint.records import DIGESTS, Job, Record, read_job, read_record, source_name
+from finegrained_kernels.checkpoint.layouts import (
+    CONFIG,
+    CONTAINER_LAYOUT,
+    HF_QUANT_CONFIG,
+    INDEX_SUFFIX,
+    SUMS,
+    Checkpoint,
+    open_checkpoint,
+    read_json,
+)
+from finegrained_kernels.checkpoint.names import group_by_scale
+from finegrained_kernels.checkpoint.output import DEFAULT_JOBS, check_request, one_torch_thread, run_shards
+from finegrained_kernels.checkpoint.paths import DIGESTS, check_inside, shown
+from finegrained_kernels.checkpoint.publishing import new_index
+from finegrained_kernels.checkpoint.quantization_config import find_section
+from finegrained_kernels.checkpoint.records import (
+    WRITTEN,
+    Job,
+    Record,
+    read_job,
+    read_record,
+    read_written,
+    source_name,
+)
 from finegrained_kernels.checkpoint.stream import Progress, file_sha256
 
 
@@ -61,9 +83,7 @@ def verify(
         opened = open_checkpoint(root, faults=faults)
     except CheckpointError as error:
         own = error.faults or [Fault(".", None, str(error))]
-        return VerifyReport(faults + own + _unfinished(root), 0, 0, 0, False, False)
-
-    faults += _unfinished(root)
+        return VerifyReport(faults + own, 0, 0, 0, False, False)
     damaged = {fault.file for fault in faults}
     faults += [fault for fault in opened.faults if not _follows_from(fault, damaged)]
     faults += _config_faults(opened, damaged)
@@ -83,6 +103,7 @@ def verify(
     )
     if job is not None:
         faults += _file_faults(opened, job)
+        faults += _rewritten_faults(opened, job, records, damaged)
         sound = [record for record in records if job.shards[record.file] not in damaged]
         faults += _missing(check, sound, job)
         faults += _header_differences(opened, sound, job)
@@ -110,11 +131,6 @@ def bytes_to_check(checkpoint: str | Path) -> int:
     root = Path(checkpoint)
     job = read_job(root)
     return sum(path.stat().st_size for path in root.rglob("*.safetensors")) + (job.source_bytes if job else 0)
-
-
-def _unfinished(root: Path) -> list[Fault]:
-    message = "compress was interrupted: run it again with the same arguments"
-    return [Fault(WORK, None, message)] if (root / WORK).exists() else []
 
 
 def _follows_from(fault: Fault, damaged: set[str]) -> bool:
@@ -154,11 +170,18 @@ def _read_sums(checkpoint: Checkpoint, damaged: set[str], faults: list[Fault]) -
     if checkpoint.layout.kind != CONTAINER_LAYOUT:
         return {}
     try:
-        lines = (checkpoint.root / SUMS).read_text().splitlines()
-        sums = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        text = (checkpoint.root / SUMS).read_bytes().decode()
+        sums = {name: digest for digest, name in (line.split("  ", 1) for line in text.splitlines())}
+        for name in sums:
+            check_inside(name, SUMS)
+    except CheckpointError as error:
+        faults += error.faults
+        return {}
     except (OSError, ValueError) as error:
         faults.append(Fault(SUMS, None, f"cannot be read: {error}"))
         return {}
+    if text != "".join(f"{digest}  {name}\n" for name, digest in sums.items()):
+        faults.append(Fault(SUMS, None, "is not made of lines of a digest and a name"))
     faults += [Fault(SUMS, None, f"does not list {shard}") for shard in checkpoint.headers if shard not in sums]
     for name, digest in sums.items():
         if name not in checkpoint.headers and name not in damaged:
@@ -171,6 +194,64 @@ def _file_faults(checkpoint: Checkpoint, job: Job) -> Iterator[Fault]:
         yield from _digest_fault(checkpoint.metadata_dir / name, name, digest)
     for name, digest in job.rewritten.items():
         yield from _digest_fault(checkpoint.root / source_name(name), source_name(name), digest)
+
+
+def _rewritten_faults(checkpoint: Checkpoint, job: Job, records: list[Record], damaged: set[str]) -> Iterator[Fault]:
+    """Where the files that compress changed on purpose are not what comes of the originals, which it kept."""
+    try:
+        written = read_written(checkpoint.root)
+    except CheckpointError as error:
+        yield from error.faults
+        written = {}
+    for name, digest in (written or {}).items():
+        yield from _digest_fault(checkpoint.metadata_dir / name, name, digest)
+    if written is None and job.source_headers is not None:
+        yield Fault(WRITTEN, None, "does not exist: compress has not finished")
+    for name in job.rewritten:
+        kept = checkpoint.root / source_name(name)
+        if name in damaged or not name.endswith(".json") or not kept.is_file():
+            continue
+        try:
+            original = read_json(kept, source_name(name))
+            if name.endswith(INDEX_SUFFIX):
+                if _is_sharded_as_written(checkpoint, job, records):  # else its entries are checked against the shards
+                    yield from _index_differences(checkpoint, name, original)
+                continue
+            here = read_json(checkpoint.metadata_dir / name, name)
+            original, here = (_without_quantization(name, document) for document in (original, here))
+        except CheckpointError as error:
+            yield from error.faults
+            continue
+        for key in sorted(original.keys() | here.keys()):
+            if (key in original, original.get(key)) != (key in here, here.get(key)):
+                yield Fault(name, None, f"{shown(key)} is not what it was in the source")
+
+
+def _without_quantization(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without what compress changes in it, wherever that is."""
+    path = ("quantization",) if name == HF_QUANT_CONFIG else find_section(document)[0] or ("quantization_config",)
+    *outer, key = path
+    copied = inner = dict(document)
+    for part in outer:
+        inner[part] = inner = dict(inner[part])
+    inner.pop(key, None)
+    return copied
+
+
+def _is_sharded_as_written(checkpoint: Checkpoint, job: Job, records: list[Record]) -> bool:
+    """Whether each shard has the tensors that compress wrote to it, so that the index is still the one it wrote."""
+    written = {job.shards[record.file]: record.expected_tensors().keys() for record in records}
+    here = {shard: header.tensors.keys() for shard, header in checkpoint.headers.items()}
+    return checkpoint.layout.kind != CONTAINER_LAYOUT and written == here
+
+
+def _index_differences(checkpoint: Checkpoint, name: str, original: Mapping[str, Any]) -> Iterator[Fault]:
+    try:
+        expected = dump_json(new_index(original, checkpoint.headers, group_by_scale(checkpoint.planes.values())))
+    except (KeyError, TypeError, AttributeError):  # the source's index, which its digest covers, said something else
+        expected = b""
+    if (checkpoint.root / name).read_bytes() != expected:
+        yield Fault(name, None, "is not what compress makes of the source's index")
 
 
 def _digest_fault(path: Path, name: str, digest: str) -> list[Fault]:

@@ -178,3 +178,36 @@ def test_every_kind_of_damage_is_noticed(bundle_dir, tmp_path, fault):
         (variant / "_ops.py").unlink()
     with pytest.raises(finegrained_kernels.BundleIntegrityError, match="torch-cpu"):
         loader._verify(variant)
+
+
+PLANTED = """
+import importlib._bootstrap_external, importlib.util, pathlib, sys
+source = pathlib.Path(sys.argv[1])
+code = compile("print('planted'); raise SystemExit(7)", str(source), "exec")
+status = source.stat()
+data = importlib._bootstrap_external._code_to_timestamp_pyc(code, int(status.st_mtime), status.st_size)
+cache = pathlib.Path(importlib.util.cache_from_source(source))
+cache.parent.mkdir(exist_ok=True)
+cache.write_bytes(data)
+"""
+
+
+@pytest.mark.parametrize("module", ["__init__.py", "csf/scales.py", "gemm/cpu.py"])
+@pytest.mark.parametrize("named", [False, True], ids=["packaged", "LOCAL_KERNELS"])
+def test_planted_bytecode_does_not_run(installed, run_python, module, named):
+    """Of the source's size and time, beside sources that are as their digest says."""
+    variant = variant_of_this_torch(installed)
+    subprocess.run([sys.executable, "-c", PLANTED, str(variant / module)], check=True)
+    environment = {"LOCAL_KERNELS": f"{REPO_ID}={variant.parent}"} if named else {}
+    code = "import finegrained_kernels as fk, torch; fk.load().matmul_2d(torch.ones(1, 32).bfloat16(), "
+    code += "torch.zeros(16, 16, dtype=torch.uint8), None, torch.zeros(16, 2).to(torch.float8_e4m3fn), "
+    code += "activation_format='bf16'); print('fine')"
+    result = run_python(code, PYTHONPATH=str(installed), HF_ENDPOINT=NOWHERE, **environment)
+    assert result.stdout == "fine\n"
+
+
+def test_a_packaged_copy_of_another_version_is_refused(installed, run_python):
+    metadata = variant_of_this_torch(installed) / "metadata.json"
+    metadata.write_text(metadata.read_text().replace('"version": 1', '"version": 2'))
+    result = run_python(LOAD_CAUGHT.format(arguments=""), PYTHONPATH=str(installed), HF_ENDPOINT=NOWHERE)
+    assert "BundleIntegrityError" in result.stdout and "says version 2, expected 1" in result.stdout

@@ -126,11 +126,13 @@ def test_a_source_that_changed_is_not_resumed_into(source, tmp_path):
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
-    assert compress(copy, tmp_path / "small").resumed == 5
-    assert verify(tmp_path / "small", against=copy).faults == []
+    before = checkpoints.tree(tmp_path / "small")
+    with pytest.raises(CheckpointError, match="was made from another source: model-00002-of"):
+        compress(copy, tmp_path / "small")
     (copy / "tokenizer.json").write_text("[]")
     with pytest.raises(CheckpointError, match="begun from another source"):
         compress(copy, tmp_path / "small")
+    assert checkpoints.tree(tmp_path / "small") == before
 
 
 @contextmanager
@@ -232,24 +234,33 @@ def test_a_failing_shard_stops_the_others(source, tmp_path, monkeypatch):
 def test_restore_and_quantize_go_on_after_an_interruption(source, tmp_path, monkeypatch):
     compress(source, tmp_path / "small")
     out = tmp_path / "out"
-    restore(tmp_path / "small", out)
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_, **__):
+        raise Interrupted
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr("finegrained_kernels.checkpoint.restoration._restore_files", interrupt)
+        restore(tmp_path / "small", out)
     (out / "model-00002-of-00003.safetensors").unlink()
     with open(out / "model-00004-of-00003.safetensors", "ab") as file:
         file.write(b"x")
-    (out / ".incomplete").mkdir()
-    (out / ".incomplete" / "leftover.tmp").write_text("half a shard")
+    (out / ".incomplete" / "leftover.csf-tmp").write_text("half a shard")
     assert restore(tmp_path / "small", out).resumed == 4
     assert checkpoints.tree(out) == checkpoints.tree(source)
+    assert restore(tmp_path / "small", out).resumed == 6
 
     plain = checkpoints.write_checkpoint(
         tmp_path / "plain", checkpoints.minilm_moe(), checkpoints.CONFIG, shard_of=checkpoints.by_layer
     )
+    quantize(plain, tmp_path / "expected")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr("finegrained_kernels.checkpoint.quantization.write_file", interrupt)
+        quantize(plain, tmp_path / "nvfp4")
     quantize(plain, tmp_path / "nvfp4")
-    expected = checkpoints.tree(tmp_path / "nvfp4")
-    (tmp_path / "nvfp4" / "model-00002-of-00003.safetensors").unlink()
-    (tmp_path / "nvfp4" / "config.json").unlink()
-    quantize(plain, tmp_path / "nvfp4")
-    assert checkpoints.tree(tmp_path / "nvfp4") == expected
+    assert checkpoints.tree(tmp_path / "nvfp4") == checkpoints.tree(tmp_path / "expected")
 
 
 MEMORY = """

@@ -1,0 +1,154 @@
+"""Which command fills a directory, from which source: written down before its first file, until its last.
+
+`.incomplete/` in a directory says that it is not finished, and holds the claim, locks, and files that are being
+written. Only what this module and `stream.py` name is ever removed from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finegrained_kernels.checkpoint.errors import CheckpointError, printable
+from finegrained_kernels.checkpoint.headers import Header
+from finegrained_kernels.checkpoint.paths import WORK
+from finegrained_kernels.checkpoint.stream import LOCK_SUFFIX, TEMPORARY_SUFFIX, locked, write_file
+
+_CLAIM = "claim.json"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who fills a directory: ``command`` from ``source``, an absolute path. ``identity`` tells sources and options
+    apart that are not the same."""
+
+    command: str
+    source: str
+    identity: str
+
+    @classmethod
+    def of(cls, command: str, source: Path, headers: Mapping[str, Header], options: Any) -> Claim:
+        """The claim of a command on ``source``, whose shards have ``headers``, with ``options`` (JSON)."""
+        shards = {}
+        for shard, header in headers.items():
+            status = (source / shard).stat()
+            shards[shard] = [status.st_size, status.st_mtime_ns, hashlib.sha256(header.raw).hexdigest()]
+        where = str(source.resolve())
+        text = json.dumps([command, where, shards, options], sort_keys=True)
+        return cls(command, where, hashlib.sha256(text.encode()).hexdigest())
+
+
+def unfinished(root: Path) -> str | None:
+    """What to tell somebody who takes ``root`` for a checkpoint while it is not finished, None if it is."""
+    if not (root / WORK).exists():
+        return None
+    claim = _read(root / WORK)
+    finish = f"run `{claim.command} {printable(claim.source)}` on it again" if claim else "run what began it again"
+    return f"{root} is not finished ({WORK}/ is there): {finish}, or remove it"
+
+
+@contextmanager
+def claimed(root: Path, source: Path, claim: Claim, is_ours: Callable[[], bool]) -> Iterator[Path]:
+    """Make ``root``, claim it, and give a folder in it for files that are not complete yet.
+
+    The claim stays until `finishing`, through interruptions too. While it is there, another command, another source or
+    other options are refused; processes with the same ones share it. ``is_ours()`` tells whether a directory without a
+    claim that has files already is a result of this very claim; it may raise to say why not.
+
+    Raises:
+        CheckpointError: nothing in ``root`` has changed then.
+    """
+    inside, outside = root.resolve(), source.resolve()
+    if inside == outside or inside in outside.parents or outside in inside.parents:
+        raise CheckpointError(f"{root} and {source} must be separate directories, none inside the other")
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is not a directory")
+    work = root / WORK
+    _check(root, work, claim, is_ours)
+    made = not work.exists()
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be made: {error.strerror}") from error
+    while True:
+        with locked(work / f"claim{LOCK_SUFFIX}", wait=True) as got:
+            if got:
+                try:
+                    _check(root, work, claim, is_ours)
+                except CheckpointError:
+                    if made and _read(work) is None:  # somebody finished this directory in between
+                        _remove(work)
+                    raise
+                if _read(work) is None:
+                    text = json.dumps({"command": claim.command, "source": claim.source, "identity": claim.identity})
+                    write_file(work / _CLAIM, text.encode(), work, _CLAIM)
+                break
+        made = True  # another process has just finished
+        work.mkdir(parents=True, exist_ok=True)
+    yield work
+
+
+def _check(root: Path, work: Path, claim: Claim, is_ours: Callable[[], bool]) -> None:
+    found = _read(work)
+    if found is not None:
+        if found != claim:
+            what = f"{found.command} {printable(found.source)}"
+            raise CheckpointError(
+                f"{root} was begun by `{what}` with another source, source files or options: run that again, "
+                f"or give a new directory"
+            )
+        return
+    if foreign := sorted(path.name for path in work.iterdir() if not _is_own(path)) if work.is_dir() else []:
+        raise CheckpointError(f"{work} holds files of somebody else ({printable(foreign[0])}): give a new directory")
+    others = (path for path in root.rglob("*") if path.is_file() and work not in path.parents) if root.exists() else ()
+    if any(others) and not is_ours():
+        raise CheckpointError(f"{root} holds other files: give a new directory, or the one that was begun")
+
+
+def _read(work: Path) -> Claim | None:
+    try:
+        document = json.loads((work / _CLAIM).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    fields = ("command", "source", "identity")
+    if not isinstance(document, dict) or not all(isinstance(document.get(name), str) for name in fields):
+        return None
+    return Claim(*(document[name] for name in fields))
+
+
+def _is_own(path: Path) -> bool:
+    return path.name == _CLAIM or path.name.endswith((LOCK_SUFFIX, TEMPORARY_SUFFIX))
+
+
+def _remove(work: Path) -> None:
+    """Remove what is ours in ``work``, the claim last, and then the folder, if nothing else is in it."""
+    for path in sorted(work.iterdir(), key=lambda path: path.name == _CLAIM):
+        if _is_own(path):
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another process may just be making a lock: it removes the folder, then
+        work.rmdir()
+
+
+@contextmanager
+def finishing(work: Path, *, wait: bool = True) -> Iterator[bool]:
+    """The last steps, by one process at a time; then ``work`` goes away, and with it all that an earlier run left.
+
+    Yields False if another process has finished meanwhile, or is at it and ``wait`` is not set.
+
+    Raises:
+        CheckpointError: something is in ``work`` that is not ours. It stays, and so does the claim.
+    """
+    with locked(work / f"finish{LOCK_SUFFIX}", wait=wait) as got:
+        yield got
+        if got:
+            if foreign := sorted(path.name for path in work.iterdir() if not _is_own(path)):
+                raise CheckpointError(
+                    f"{work} holds {printable(foreign[0])}, which is not ours: move it, and run again"
+                )
+            _remove(work)

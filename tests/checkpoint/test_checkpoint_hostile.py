@@ -1,0 +1,730 @@
+"""Checkpoints from strangers: names, links and sizes that lie, and directories that are somebody else's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoints
+from conftest import ROOT
+from finegrained_kernels.checkpoint import (
+    CheckpointError,
+    compress,
+    inspect,
+    load_layer_globals,
+    load_layer_scales,
+    quantize,
+    restore,
+    verify,
+)
+from finegrained_kernels.checkpoint.paths import check_inside, check_name
+from finegrained_kernels.checkpoint.records import _dump_fields
+from finegrained_kernels.checkpoint.stream import AtomicFile
+
+pytestmark = pytest.mark.usefixtures("bundle")
+
+JOB, VICTIM = "csf_digests/job.json", "victim.txt"
+LAYOUTS = ("hf", "container")
+
+
+@pytest.fixture(scope="module")
+def made(bundle, tmp_path_factory):
+    """A source, and its compressed form in both layouts."""
+    root = tmp_path_factory.mktemp("hostile")
+    source = root / "source"
+    checkpoints.write_checkpoint(
+        source, checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    for layout in LAYOUTS:
+        compress(source, root / layout, layout=layout)
+    return root
+
+
+@pytest.fixture(params=LAYOUTS)
+def small(request, made, tmp_path):
+    """A compressed checkpoint to damage, in a folder of its own."""
+    return Path(shutil.copytree(made / request.param, tmp_path / "sandbox" / request.param))
+
+
+@pytest.fixture
+def source(made, tmp_path):
+    return Path(shutil.copytree(made / "source", tmp_path / "sandbox" / "source"))
+
+
+def forge(path: Path, change) -> None:
+    """Edit a record, with a digest that fits, as somebody does who means harm."""
+    document = json.loads(path.read_text())
+    change(document)
+    for key in ("schema", "digest"):
+        document.pop(key, None)
+    path.write_bytes(_dump_fields(document))
+
+
+def one_line(call, *arguments, **options) -> str:
+    with pytest.raises((CheckpointError, ValueError)) as caught:
+        call(*arguments, **options)
+    text = str(caught.value)
+    assert text and text.isprintable(), text
+    return text
+
+
+def surroundings(root: Path, *, but: Path) -> dict[str, str]:
+    return {name: digest for name, digest in checkpoints.tree(root).items() if but not in (root / name).parents}
+
+
+BAD_NAMES = [
+    "../victim.txt", "/etc/passwd", "a/../../victim.txt", "./x.json", "sub//x.json", "sub/./x.json", "", ".", "..",
+    "C:\\x.json", "C:x.json", "a\\b.json", "a\0b.json", "a\nb.json", ".incomplete/x.json", "csf_digests/x.json",
+    ".hidden", "sub/.hidden", "x" * 300, "y/" * 600 + "z", "\ud800.json", 3, None, ["x"], "trailing/",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=ascii)
+def test_names_that_no_file_has(name):
+    assert "job.json: names the file" in one_line(check_name, name, "job.json")
+
+
+@pytest.mark.parametrize("name", ["x.json", "sub/x y.json", "ünï.json", "a..b", "name:y.txt"])
+def test_names_that_files_have(name):
+    assert check_name(name, "job.json") == name
+
+
+def test_random_names_stay_inside(tmp_path):
+    """10,000 names of what confuses path code: each is refused, or joined to a folder lies in it, in one way only."""
+    rng = random.Random(20)
+    pieces = ["a", "b.json", "..", ".", "/", "//", "\\", "C:", "\0", "\n", "é", "%2e%2e", "~", " ", "\u202e", "\ud834"]
+    taken = 0
+    for _ in range(10_000):
+        name = "".join(rng.choices(pieces, k=rng.randint(1, 8)))
+        try:
+            check_inside(name, "x")
+        except CheckpointError as error:
+            assert str(error).isprintable()
+            continue
+        taken += 1
+        joined = tmp_path / name
+        assert Path(os.path.normpath(joined)) == joined and tmp_path in joined.parents
+        assert joined.relative_to(tmp_path).as_posix() == name
+    assert 100 < taken < 9_000
+
+
+@pytest.mark.parametrize("field", ["rewritten", "copied", "shards"])
+@pytest.mark.parametrize("name", ["../victim.txt", "/tmp/victim.txt", "csf_digests/victim.txt", "sub/../x.safetensors"])
+def test_a_job_that_names_files_elsewhere(small, tmp_path, field, name):
+    content = b"overwritten"
+    (small.parent / VICTIM).write_text("mine")
+    (small / "csf_digests" / VICTIM).write_bytes(content)
+    (small / "csf_digests" / "source" / VICTIM).write_bytes(content)
+    value = name if field == "shards" else hashlib.sha256(content).hexdigest()
+    forge(small / JOB, lambda job: job[field].update({name: value}))
+    before = surroundings(tmp_path, but=small.parent / "out")
+    assert "names the file" in one_line(restore, small, small.parent / "out")
+    assert any("names the file" in str(fault) for fault in verify(small).faults)
+    assert surroundings(tmp_path, but=small.parent / "out") == before
+
+
+def test_a_job_whose_shards_lie_elsewhere(small):
+    forge(small / JOB, lambda job: job["shards"].update({next(iter(job["shards"])): "other.safetensors"}))
+    assert "is said to be in" in one_line(restore, small, small.parent / "out")
+
+
+def test_a_record_of_another_file(small):
+    records = sorted((small / "csf_digests" / "shards").iterdir())
+    forge(records[1], lambda record: record.update(file="../../victim.safetensors"))
+    assert "is of the file" in one_line(restore, small, small.parent / "out")
+    assert any("is of the file" in str(fault) for fault in verify(small).faults)
+
+
+@pytest.mark.parametrize("name", ["./x.safetensors", "sub//x.safetensors", ".incomplete/x.safetensors"])
+@pytest.mark.parametrize("command", [compress, quantize])
+def test_shards_by_other_spellings(source, name, command):
+    shard = "model-00002-of-00003.safetensors"
+    (source / name).parent.mkdir(exist_ok=True, parents=True)
+    (source / shard).rename(source / name)
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(shard, name))
+    out = source.parent / "out"
+    one_line(command, source, out)
+    assert not out.exists()
+
+
+def another(root: Path, seed: int = 1, write=checkpoints.random_moe, config=checkpoints.MODELOPT_CONFIG) -> Path:
+    """A model of the same names, shapes, sizes and other files, with other weights."""
+    return checkpoints.write_checkpoint(root, write(seed=seed), config, shard_of=checkpoints.by_layer)
+
+
+def plain(*, seed: int = 0) -> checkpoints.Tensors:
+    """An unquantized model."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [f"model.layers.{i}.mlp.experts.{e}.{p}.weight" for i in (0, 1) for e in (0, 1) for p in ("up_proj",)]
+    return {"model.norm.weight": torch.ones(8)} | {name: torch.randn(64, 64, generator=generator) for name in names}
+
+
+def commands(tmp_path):
+    """(name, call, first source, other source) of each command that writes."""
+    first, second = another(tmp_path / "S", 0), another(tmp_path / "S2", 1)
+    yield "compress", compress, first, second
+    compress(first, tmp_path / "C"), compress(second, tmp_path / "C2")
+    yield "restore", restore, tmp_path / "C", tmp_path / "C2"
+    sources = [another(tmp_path / name, seed, plain, checkpoints.CONFIG) for name, seed in (("B", 0), ("B2", 1))]
+    yield "quantize", quantize, *sources
+
+
+def test_another_source_into_a_finished_directory(tmp_path):
+    for name, call, first, second in commands(tmp_path):
+        out = tmp_path / f"out-{name}"
+        call(first, out)
+        before = checkpoints.tree(out)
+        assert str(out) in one_line(call, second, out)
+        assert checkpoints.tree(out) == before, name
+        shutil.rmtree(out)
+        shutil.copytree(second, out)  # a directory that this command never made
+        before = checkpoints.tree(out)
+        one_line(call, first, out)
+        assert checkpoints.tree(out) == before, name
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_another_source_into_an_unfinished_directory(tmp_path, monkeypatch):
+    module = {
+        "compress": "compression.publish",
+        "restore": "restoration._restore_files",
+        "quantize": "quantization.write_file",
+    }
+
+    def interrupt(*_, **__):
+        raise Interrupted
+
+    for name, call, first, second in commands(tmp_path):
+        out = tmp_path / f"out-{name}"
+        with monkeypatch.context() as patch, pytest.raises(Interrupted):
+            patch.setattr(f"finegrained_kernels.checkpoint.{module[name]}", interrupt)
+            call(first, out)
+        before = checkpoints.tree(out)
+        text = one_line(call, second, out)
+        assert f"was begun by `{name} {first.resolve()}`" in text
+        for other in (compress, quantize):  # as a source of something else
+            assert f"run `{name} {first.resolve()}` on it again" in one_line(other, out, tmp_path / "elsewhere")
+        for reader in (inspect, load_layer_scales, restore):
+            arguments = {"inspect": (), "load_layer_scales": (0, "up_proj"), "restore": (tmp_path / "elsewhere",)}
+            one_line(reader, out, *arguments[reader.__name__])
+        assert any(fault.file == ".incomplete" for fault in verify(out).faults) or name != "compress"
+        assert {k: v for k, v in checkpoints.tree(out).items() if not k.endswith("-lock")} == {
+            k: v for k, v in before.items() if not k.endswith("-lock")
+        }
+        call(first, out)
+        assert not (out / ".incomplete").exists()
+
+
+RACE = """
+import sys
+from pathlib import Path
+from finegrained_kernels import load
+from finegrained_kernels import checkpoint
+load()
+command, source, destination, gate = sys.argv[1:]
+print("ready", flush=True)
+while not Path(gate).exists():
+    pass
+try:
+    getattr(checkpoint, command)(source, destination, jobs=1)
+except checkpoint.CheckpointError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+def test_two_sources_at_once(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name, call, *sources in commands(tmp_path):
+        alone = []
+        for i, path in enumerate(sources):
+            call(path, tmp_path / f"alone-{name}-{i}")
+            alone.append(checkpoints.tree(tmp_path / f"alone-{name}-{i}"))
+        out, gate = tmp_path / f"raced-{name}", tmp_path / f"gate-{name}"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", RACE, name, str(path), str(out), str(gate)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for path in sources
+        ]
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        gate.touch()
+        codes = [process.wait() for process in processes]
+        assert sorted(codes) == [0, 3], name
+        assert checkpoints.tree(out) == alone[codes.index(0)], name
+
+
+def test_a_stale_claim_of_a_source_that_moved(tmp_path, monkeypatch):
+    """What the message says to do works: remove the folder, and finished shards are kept if they are the source's."""
+    source = another(tmp_path / "S")
+
+    def interrupt(*_, **__):
+        raise Interrupted
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr("finegrained_kernels.checkpoint.compression.publish", interrupt)
+        compress(source, tmp_path / "out")
+    moved = source.rename(tmp_path / "moved")
+    one_line(compress, moved, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / ".incomplete")
+    assert compress(moved, tmp_path / "out").resumed == 3
+    assert verify(tmp_path / "out", against=moved).faults == []
+
+
+def test_a_file_of_the_users_in_the_work_folder_is_not_removed(source, tmp_path):
+    out = tmp_path / "out"
+    (out / ".incomplete").mkdir(parents=True)
+    (out / ".incomplete" / "notes.txt").write_text("mine")
+    assert "notes.txt" in one_line(compress, source, out)
+    assert checkpoints.tree(out) == {".incomplete/notes.txt": hashlib.sha256(b"mine").hexdigest()}
+
+
+KILLER = """
+import os, random, shutil, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from finegrained_kernels import load
+from finegrained_kernels import checkpoint
+load()
+name, source, root, kills = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+
+def fork(destination):
+    child = os.fork()
+    if child == 0:
+        getattr(checkpoint, name)(source, destination, jobs=2)
+        os._exit(0)
+    return child
+
+begin = time.perf_counter()
+assert os.waitpid(fork(root / "timed"), 0)[1] == 0
+duration = time.perf_counter() - begin
+moments = random.Random(20)
+for kill in range(kills):
+    destination = root / str(kill)
+    child = fork(destination)
+    time.sleep(moments.random() * duration)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert os.waitpid(fork(destination), 0)[1] in (0, 256), kill  # 1 where it had finished, and is refused
+"""
+
+
+@pytest.mark.parametrize("name", ["quantize", "restore"])
+def test_killed_at_random_moments(tmp_path, name):
+    """`compress` is killed in test_checkpoint_interruptions.py."""
+    big = checkpoints.random_moe(layers=3, experts=8, hidden=256, inter=256)
+    source = checkpoints.write_checkpoint(
+        tmp_path / "S", big, checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    if name == "restore":
+        compress(source, tmp_path / "C")
+        source, expected = tmp_path / "C", checkpoints.tree(source)
+    else:
+        weights = {k: torch.randn(v.shape[0], 2 * v.shape[1]) if v.dtype == torch.uint8 else v for k, v in big.items()}
+        weights = {k: v for k, v in weights.items() if k.endswith(".weight")}
+        source = checkpoints.write_checkpoint(
+            tmp_path / "B", weights, checkpoints.CONFIG, shard_of=checkpoints.by_layer
+        )
+        quantize(source, tmp_path / "expected")
+        expected = checkpoints.tree(tmp_path / "expected")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", KILLER, name, str(source), str(tmp_path / "runs"), "20"]
+    (tmp_path / "runs").mkdir()
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for kill in range(20):
+        assert checkpoints.tree(tmp_path / "runs" / str(kill)) == expected, kill
+
+
+def test_quantize_ends_where_its_source_does(tmp_path, monkeypatch):
+    """A source that is cut short while it is read ended in a loop that read nothing for ever."""
+    source = another(tmp_path / "B", 0, plain, checkpoints.CONFIG)
+    original = os.pread
+
+    def cut(fd, size, offset):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if path.endswith(".safetensors") and offset > 0:
+            os.truncate(path, offset)
+        return original(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", cut)
+    assert "cut short" in one_line(quantize, source, tmp_path / "out", jobs=1)
+
+
+@pytest.mark.parametrize("command", [compress, quantize])
+def test_a_source_that_changes_while_it_is_read(tmp_path, monkeypatch, command):
+    source = another(tmp_path / "S", 0, *([plain, checkpoints.CONFIG] if command is quantize else []))
+    original = AtomicFile.write
+
+    def write(self, data):
+        for path in source.glob("*.safetensors"):
+            with open(path, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"U")
+        return original(self, data)
+
+    monkeypatch.setattr(AtomicFile, "write", write)
+    assert "changed while it was read" in one_line(command, source, tmp_path / "out", jobs=1)
+
+
+def test_a_plane_that_changes_between_the_passes(source, monkeypatch):
+    """Its old times put back: only the bytes tell."""
+    from finegrained_kernels.checkpoint.shards import ShardWork
+
+    original = ShardWork._encode
+
+    def encode(self, shard, header, fd):
+        result = original(self, shard, header, fd)
+        if result[0]:
+            name = next(iter(result[0]))
+            path, place = self.source.root / shard, header.data_start + header.tensors[name].begin
+            times = path.stat()
+            with open(path, "r+b") as file:
+                file.seek(place)
+                byte = file.read(1)
+                file.seek(place)
+                file.write(bytes([byte[0] ^ 1]))
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return result
+
+    monkeypatch.setattr(ShardWork, "_encode", encode)
+    assert "weight_scale: changed while it was read" in one_line(compress, source, source.parent / "out", jobs=1)
+
+
+def test_links_that_leave_the_checkpoint(source, tmp_path):
+    (tmp_path / "secret.txt").write_text("secret")
+    (source / "notes.txt").symlink_to(tmp_path / "secret.txt")
+    out = source.parent / "out"
+    assert "notes.txt: is a link to" in one_line(compress, source, out)
+    (source / "notes.txt").unlink()
+    (source / "notes.txt").symlink_to(tmp_path / "absent")
+    assert "leads nowhere" in one_line(compress, source, out)
+    (source / "notes.txt").unlink()
+    (source / "folder").symlink_to(tmp_path)
+    assert "is a link to a directory" in one_line(compress, source, out)
+    (source / "folder").unlink()
+    shard = next(source.glob("model-00002*"))
+    shard.rename(tmp_path / "elsewhere.safetensors")
+    shard.symlink_to(tmp_path / "elsewhere.safetensors")
+    assert "is a link to" in one_line(compress, source, out)
+    assert not out.exists()
+
+
+def test_links_inside_and_the_hubs_cache(source, tmp_path):
+    (source / "copy.json").symlink_to("tokenizer.json")
+    compress(source, tmp_path / "small")
+    assert not (tmp_path / "small" / "copy.json").is_symlink()
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot = cache / "snapshots" / "abc"
+    for name in checkpoints.tree(source):
+        blob = cache / "blobs" / hashlib.sha256(name.encode()).hexdigest()
+        shutil.copy(source / name, blob)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(os.path.relpath(blob, (snapshot / name).parent))
+    compress(snapshot, tmp_path / "cached")
+    assert checkpoints.tree(tmp_path / "cached") == checkpoints.tree(tmp_path / "small")
+
+
+def test_names_that_break_the_list_of_sums(source):
+    (source / "two\nlines.txt").write_text("x")
+    assert "two\\nlines.txt" in one_line(compress, source, source.parent / "out", layout="container")
+    (source / "two\nlines.txt").unlink()
+    os.rename(os.fsencode(source / "tokenizer.json"), os.fsencode(source) + b"/tok\xff.json")
+    assert "not valid Unicode" in one_line(compress, source, source.parent / "out")
+
+
+def test_records_of_somebody_else_in_the_source(source):
+    (source / "csf_digests" / "shards").mkdir(parents=True)
+    (source / "csf_digests" / "job.json").write_text("{}")
+    assert "where compress keeps its records" in one_line(compress, source, source.parent / "out")
+
+
+def test_a_manifest_of_something_else(source):
+    (source / "manifest.json").write_text('{"name": "an app"}')
+    compress(source, source.parent / "small")
+    assert verify(source.parent / "small", against=source).faults == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_permissions_are_kept(source, tmp_path, layout):
+    modes = {
+        "tokenizer.json": 0o600,
+        "config.json": 0o640,
+        "model-00002-of-00003.safetensors": 0o600,
+        "README.md": 0o444,
+    }
+    for name, mode in modes.items():
+        (source / name).chmod(mode)
+    compress(source, tmp_path / "small", layout=layout)
+    restore(tmp_path / "small", tmp_path / "again")
+    assert {name: (tmp_path / "again" / name).stat().st_mode & 0o777 for name in modes} == modes
+
+
+def flips(root: Path, count: int, seed: int):
+    """Single bits of all files but the model card, in proportion to their sizes, every file at least once."""
+    rng = random.Random(seed)
+    files = [path for path in sorted(root.rglob("*")) if path.is_file() and path.name != "README.md"]
+    chosen = files + rng.choices(files, k=count // 2)
+    chosen += rng.choices(files, weights=[path.stat().st_size for path in files], k=count - len(chosen))
+    for path in chosen:
+        yield path, rng.randrange(8 * path.stat().st_size)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_flipped_bit_is_found(made, tmp_path, layout):
+    """150 of each layout here. Each costs a verify; `python tests/checkpoint/test_checkpoint_hostile.py` does 2,000."""
+    check_flips(made / layout, tmp_path / "copy", 150, seed=7)
+
+
+def check_flips(root: Path, copy: Path, count: int, seed: int) -> None:
+    shutil.copytree(root, copy)
+    assert verify(copy).faults == []
+    for path, bit in flips(copy, count, seed):
+        content = bytearray(path.read_bytes())
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        try:
+            found = [str(fault) for fault in verify(copy).faults]
+        except CheckpointError as error:
+            found = [str(error)]
+        assert found, f"bit {bit} of {path.relative_to(copy)}"
+        assert all(text.isprintable() for text in found), found
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+    assert verify(copy).faults == []
+
+
+def mutated(text: bytes, rng: random.Random) -> bytes:
+    """Text with a few of the things changed that parsers and their callers trip over."""
+    data = bytearray(text)
+    for _ in range(rng.randint(1, 3)):
+        kind = rng.randrange(6)
+        at = rng.randrange(max(1, len(data)))
+        if kind == 0:
+            data[at : at + rng.randint(1, 8)] = rng.randbytes(rng.randint(0, 8))
+        elif kind == 1:
+            try:
+                document = json.loads(data)
+            except ValueError:
+                continue
+            data = bytearray(json.dumps(changed(document, rng)).encode())
+        elif kind == 2:
+            del data[at : at + rng.randint(1, 200)]
+        elif kind == 3 and data:
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 4:
+            data = data.replace(b'"', b'"\\ud800', 1) if rng.random() < 0.5 else data * 2
+        else:
+            data = data.replace(b"safetensors", rng.choice([b"../x", b"\\u0000", b"safetensor", b"/etc/passwd"]), 1)
+    return bytes(data)
+
+
+def changed(value, rng: random.Random):
+    """A JSON value with one value in it, at any depth, replaced."""
+    odd = [None, True, -1, 1e308, 10**400, "", "../up", "\ud800", [], {}, [1], {"a": None}, "x" * 3000, 2**63]
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        return (
+            {**value, key: changed(value[key], rng)}
+            if rng.random() < 0.9
+            else {k: v for k, v in value.items() if k != key}
+        )
+    if isinstance(value, list) and value and rng.random() < 0.85:
+        i = rng.randrange(len(value))
+        return [*value[:i], changed(value[i], rng), *value[i + 1 :]]
+    return rng.choice(odd)
+
+
+def check_mutations(root: Path, sandbox: Path, count: int, seed: int) -> None:
+    """Small files changed at random: nothing outside the destination changes, and refusals are one line."""
+    rng = random.Random(seed)
+    sandbox.mkdir()
+    (sandbox / VICTIM).write_text("mine")
+    copies = {name: Path(shutil.copytree(root / name, sandbox / name)) for name in ("source", *LAYOUTS)}
+    files = [
+        (copy, path) for copy in copies.values() for path in sorted(copy.rglob("*.json")) if path.stat().st_size > 9
+    ]
+    before, out = checkpoints.tree(sandbox), sandbox / "out"
+    for turn in range(count):
+        copy, path = rng.choice(files)
+        content = path.read_bytes()
+        path.write_bytes(mutated(content, rng))
+        writes, checks = (compress, inspect) if copy.name == "source" else (restore, verify)
+        loads = rng.choice([load_layer_scales, load_layer_globals])
+        for call, *arguments in ((inspect,), (checks,), (loads, 0, "up_proj"), (writes, out)):
+            try:
+                call(copy, *arguments)
+            except (CheckpointError, ValueError) as error:
+                assert str(error).isprintable(), f"{turn}: {error}"
+                assert isinstance(error, CheckpointError), f"{turn}: {path.name}: {error!r}"
+        path.write_bytes(content)
+        shutil.rmtree(out, ignore_errors=True)
+        if turn % 50 == 0:
+            assert checkpoints.tree(sandbox) == before, turn
+    assert checkpoints.tree(sandbox) == before
+
+
+def test_mutated_records_indices_and_configs(made, tmp_path):
+    """120 here; as a script this file does 10,000."""
+    check_mutations(made, tmp_path / "sandbox", 120, seed=11)
+
+
+def sparse(path: Path, tensors: dict) -> None:
+    """A safetensors file of these entries (dtype, shape, bytes) whose data takes no room on the disk."""
+    header, end = {}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)
+
+
+def module(name: str, rows: int, cols: int, words: int | None = None) -> dict:
+    scale = f"{name}.weight_scale"
+    if words is None:
+        parts = {scale: ("F8_E4M3", [rows, cols], rows * cols)}
+    else:
+        size = rows // 16 * (16 + 8 * cols)
+        parts = {
+            f"{scale}.nvfp4_csf_fixed": ("U8", [size], size),
+            f"{scale}.nvfp4_csf_exceptions": ("U32", [words], 4 * words),
+        }
+    weight = {f"{name}.weight": ("U8", [rows, 8 * cols], rows * 8 * cols)}
+    return {**weight, **parts, f"{name}.weight_scale_2": ("F32", [], 4)}
+
+
+def test_exceptions_without_a_bound(tmp_path):
+    """A file of 4 KB on the disk said it had 2^32 of them, and took 16 GB."""
+    (tmp_path / "config.json").write_text("{}")
+    sparse(tmp_path / "model.safetensors", module("model.layers.0.mlp.experts.0.up_proj", 16, 2, words=1 << 26))
+    tracemalloc.start()
+    assert "at most 32 words" in one_line(load_layer_scales, tmp_path, 0, "up_proj")
+    assert any("at most 32 words" in str(fault) for fault in verify(tmp_path).faults)
+    assert inspect(tmp_path).faults
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("expert", ["99999999", "9" * 40, "9" * 5000])
+def test_an_expert_of_a_number_beyond_all(tmp_path, expert):
+    (tmp_path / "config.json").write_text("{}")
+    sparse(tmp_path / "model.safetensors", module(f"model.layers.0.mlp.experts.{expert}.up_proj", 16, 2))
+    tracemalloc.start()
+    one_line(load_layer_scales, tmp_path, 0, "up_proj")
+    inspect(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+
+
+def test_shapes_of_long_numbers(tmp_path):
+    header = {"x": {"dtype": "U8", "shape": [int("7" * 4200)] * 700, "data_offsets": [0, 1]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"x")
+    one_line(inspect, tmp_path)
+
+
+def test_a_truncated_shard_is_not_shown_as_whole(source):
+    shard = next(source.glob("model-00002*"))
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert "cut short" in one_line(inspect, source)
+    header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
+    for path in source.glob("*.safetensors"):
+        os.truncate(path, 8 + int.from_bytes(path.read_bytes()[:8], "little"))
+    assert header and inspect(source).shards == 3  # headers alone are enough
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_input_scales_that_are_none(tmp_path, value):
+    source = another(tmp_path / "B", 0, plain, checkpoints.CONFIG)
+    assert "input_scale must be" in one_line(quantize, source, tmp_path / "out", input_scale=value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, -0.0])
+@pytest.mark.parametrize("divides", [False, True])
+def test_globals_that_are_no_scales(tmp_path, value, divides):
+    tensors = checkpoints.random_moe(layers=1)
+    name = "model.layers.0.mlp.experts.1.up_proj.weight_scale_2"
+    tensors[name] = torch.tensor(value)
+    if divides:
+        tensors = checkpoints.as_compressed_tensors(tensors)
+        name = name.replace("weight_scale_2", "weight_global_scale")
+        tensors[name] = torch.tensor([0.0 if value == float("inf") else value])
+    config = checkpoints.COMPRESSED_TENSORS_CONFIG if divides else checkpoints.MODELOPT_CONFIG
+    root = checkpoints.write_checkpoint(tmp_path / "S", tensors, config)
+    assert f"{name}: is " in one_line(load_layer_globals, root, 0, "up_proj")
+
+
+def test_an_index_without_metadata(source):
+    index = source / "model.safetensors.index.json"
+    checkpoints.edit_json(index, lambda document: document.update(metadata=None))
+    compress(source, source.parent / "small")
+    assert verify(source.parent / "small", against=source).faults == []
+    checkpoints.edit_json(index, lambda document: document.update(metadata=[1]))
+    assert "metadata must be an object" in one_line(compress, source, source.parent / "other")
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "mps"])
+def test_devices_that_hold_no_bytes(source, device):
+    assert "cannot be used" in one_line(compress, source, source.parent / "out", device=device)
+    assert not (source.parent / "out").exists()
+
+
+def test_a_config_that_was_edited_is_a_fault(made, tmp_path):
+    copy = Path(shutil.copytree(made / "hf", tmp_path / "copy"))
+    checkpoints.edit_json(copy / "config.json", lambda config: config.update(hidden_size=65))
+    faults = [str(fault) for fault in verify(copy, against=made / "source").faults]
+    assert any("'hidden_size' is not what it was in the source" in fault for fault in faults)
+
+
+def test_results_of_an_earlier_version_are_taken(made, tmp_path):
+    """Its records have no digests of themselves, and nothing says what config.json was written as."""
+    copy = Path(shutil.copytree(made / "hf", tmp_path / "copy"))
+    (copy / "csf_digests" / "written.json").unlink()
+    for path in (copy / "csf_digests").rglob("*.json"):
+        document = json.loads(path.read_text())
+        if "digest" in document:
+            del document["digest"]
+            document.pop("source_headers", None)
+            document["schema"] = "finegrained-kernels-csf-digests/2"
+            path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    assert verify(copy, against=made / "source").faults == []
+    restore(copy, tmp_path / "again")
+    assert checkpoints.tree(tmp_path / "again") == checkpoints.tree(made / "source")
+    assert compress(made / "source", copy).resumed == 3
+
+
+if __name__ == "__main__":  # the long runs: python tests/checkpoint/test_checkpoint_hostile.py [seed]
+    import tempfile
+
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        another(base / "source", 0)
+        for each in LAYOUTS:
+            compress(base / "source", base / each, layout=each)
+            check_flips(base / each, base / f"copy-{each}", 1000, seed)
+            print(f"1000 flipped bits of {each}: all found", flush=True)
+        check_mutations(base, base / "sandbox", 10_000, seed)
+        print("10000 mutated files: nothing outside changed, every refusal one line")
