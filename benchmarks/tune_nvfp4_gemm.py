@@ -122,7 +122,7 @@ def moved_bytes(gemm, active: int) -> int:
 def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
     """Configurations worth compiling for this many tokens; the occupancy is filled in after compiling. Tiles of
     compressed scales leave room for their strip."""
-    configs = part(bundle, "gemm.config")
+    plan = part(bundle, "gemm.smem_plan")
     experts, _, depth, gate = CASES[case]
     mean = tokens * TOP_K / experts
     tiles = [(8, SMALL)]
@@ -131,30 +131,26 @@ def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
     elif mean > 16:
         tiles = [(32, [(64, 128, 4, 3), (128, 128, 4, 3)])]
     found = [
-        configs.Config(block_n, block_k, block_t, warps, stages, 1)
+        plan.Config(block_n, block_k, block_t, warps, stages, 1)
         for block_t, shapes in tiles
         for block_n, block_k, warps, stages in shapes
     ]
     if mean <= 2:
-        found += [configs.Config(n, k, 8, warps, stages, 1, **limits) for n, k, warps, stages, limits in TIGHT]
+        found += [plan.Config(n, k, 8, warps, stages, 1, **limits) for n, k, warps, stages, limits in TIGHT]
     if mean > 16:
-        found += [configs.Config(n, 128, t, warps, stages, 1, warpgroup=True) for n, t, warps, stages in LARGE]
+        found += [plan.Config(n, 128, t, warps, stages, 1, warpgroup=True) for n, t, warps, stages in LARGE]
     if kind == "compressed":
         result_bytes = 1 if gate else 2  # of bfloat16
-        found = [configs.with_strip(config, depth, result_bytes) for config in found]
+        found = [plan.with_strip(config, depth, result_bytes) for config in found]
         found = [dataclasses.replace(config, programs_per_sm=1) for config in found]
     return dict.fromkeys(found)
 
 
 def strip_bytes(bundle: ModuleType, config, gemm, kind: str) -> int:
-    """Shared memory that the kernel declares beside Triton's: one strip of scales, if there is one, two for warpgroups
-    that have an SM alone, if they fit."""
-    configs, depth = part(bundle, "gemm.config"), gemm.depth
-    if kind == "dense" and not configs.comes_whole(config, depth, part(bundle, "gemm.dispatch").result_bytes(gemm)):
-        return 0
-    strip = configs.strip_bytes(config, depth)
-    two = config.warpgroup and config.num_warps > 4 and depth > config.block_k and 2 * strip <= configs.MAX_STRIP_BYTES
-    return 2 * strip if two else strip
+    """Shared memory that the kernel declares beside Triton's, for strips of scales, if there are any."""
+    plan, launch = part(bundle, "gemm.smem_plan"), part(bundle, "gemm.dispatch")
+    has_strip = kind == "compressed" or launch.brings_whole_scales(gemm, config)
+    return plan.strip_bytes(config, gemm.depth) if has_strip else 0
 
 
 def occupancy(kernel, declared: int) -> int:
@@ -171,7 +167,7 @@ def check_candidate(job) -> tuple:
     torch.set_num_threads(1)
     try:
         bundle = load_bundle(directory)
-        config = part(bundle, "gemm.config").Config(**config_values)
+        config = part(bundle, "gemm.smem_plan").Config(**config_values)
         experts = CASES[case][0]
         torch.manual_seed(1)
         tokens = max(1, min(tokens, 2 * config.block_t))
@@ -269,9 +265,8 @@ def time_config(bundle: ModuleType, gemm, config, declared: int) -> list:
     from harness import time_cold
 
     launch = part(bundle, "gemm.dispatch")
-    operands, x_global, gather_idx = launch.prepare_activations(gemm)
-    arguments, constants = launch.kernel_arguments(gemm, operands, x_global, gather_idx, launch.new_outputs(gemm))
-    resident = occupancy(launch.launch_mma(gemm, config, operands, x_global, arguments, constants), declared)
+    activations, outputs = launch.prepare_activations(gemm), launch.new_outputs(gemm)
+    resident = occupancy(launch.launch_mma(gemm, config, activations, outputs), declared)
     results = []
     for programs in sorted({resident, max(1, resident - 1), max(1, resident // 2)}, reverse=True):
         chosen = dataclasses.replace(config, programs_per_sm=programs)

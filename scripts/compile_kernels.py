@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -90,19 +91,30 @@ def compile_case(case: Case, target: GPUTarget) -> Any:
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
     unaligned = {"out_ptr"} if case.constants.get("ALIGNED") is False else set()
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
     attributes = {}
     for name, kind in case.types.items():
-        paths = {(names.index(name), i): part for i, part in enumerate(kind)} if isinstance(kind, tuple) else {}
-        for path, part in (paths or {(names.index(name),): kind}).items():
-            if part.startswith("*") and name not in unaligned:
+        for path, part in leaves((names.index(name),), kind):
+            if part == "constexpr":
+                constants[path] = None
+            elif part.startswith("*") and name not in unaligned:
                 attributes[path] = [["tt.divisibility", 16]]
     source = (GluonASTSource if case.kernel.is_gluon() else ASTSource)(
         fn=case.kernel,
         signature=signature,
-        constexprs={(names.index(name),): value for name, value in case.constants.items()},
+        constexprs=constants,
         attrs=attributes,
     )
     return triton.compile(source, target=target, options=case.options)
+
+
+def leaves(path: tuple[int, ...], kind: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+    """(path, type) of an argument, or of everything in a group of them."""
+    if not isinstance(kind, tuple):
+        yield path, kind
+    else:
+        for i, part in enumerate(kind):
+            yield from leaves((*path, i), part)
 
 
 def resources(kernel: Any, arch: str) -> tuple[int, int, int]:

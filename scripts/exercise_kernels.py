@@ -107,7 +107,8 @@ def exercise_gemm(bundle: ModuleType, device: str, op: str, cols: int, depth: in
 def exercise_gemms(bundle: ModuleType, device: str) -> None:
     for case in GEMMS:
         exercise_gemm(bundle, device, *case)
-    configs, launch = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("config", "dispatch"))
+    names = ("config", "dispatch", "smem_plan")
+    configs, launch, plan = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in names)
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         chosen = launch.choose_config
         for tile in tiles_of_each_kind(configs):  # real shapes get them, where there are rows enough
@@ -116,7 +117,7 @@ def exercise_gemms(bundle: ModuleType, device: str) -> None:
             exercise_gemm(bundle, device, "grouped", 272, 320, 150, options)
             if tile.warpgroup:  # whole scales, and results in parts
                 exercise_gemm(bundle, device, "grouped", 144, 1152, 150, options | {"gate": False})
-            launch.choose_config = lambda *_, tile=tile: configs.with_strip(tile, 384)
+            launch.choose_config = lambda *_, tile=tile: plan.with_strip(tile, 384)
             exercise_gemm(bundle, device, "grouped", 272, 384, 150, options)
             exercise_gemm(bundle, device, "grouped", 272, 384, 150, options | {"compressed": True})
         launch.choose_config = chosen

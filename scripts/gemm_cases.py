@@ -66,7 +66,9 @@ def type_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype]
     if isinstance(value, tuple):
-        return tuple(map(type_of, value))
+        return type(value)(*map(type_of, value)) if hasattr(value, "_fields") else tuple(map(type_of, value))
+    if value is None:
+        return "constexpr"
     return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -81,9 +83,9 @@ def make_case(name: str, archs: tuple[str, ...], kernel: JITFunction, args: tupl
 
 def gemm_cases(bundle: ModuleType) -> list[Case]:
     """Every GEMM kernel, at tiles of decode and of prefill, with each kind of routing, scales and output."""
-    names = ("dispatch", "kernels.sm100_scaled", "kernels.mma", "kernels.sm90_wgmma", "config", "problem")
+    names = ("dispatch", "kernels.sm100_scaled", "kernels.mma", "kernels.sm90_wgmma", "config", "problem", "smem_plan")
     modules = {name: importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in names}
-    dispatch, configs = modules["dispatch"], modules["config"]
+    dispatch, configs, plan = modules["dispatch"], modules["config"], modules["smem_plan"]
     check_gemm = modules["problem"].check_gemm
     quant = importlib.import_module(f"{bundle.__name__}.nvfp4.quantize_triton")
     reduce = importlib.import_module(f"{bundle.__name__}.moe.reduction_triton")
@@ -135,7 +137,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
         rows = g.num_rows if g.expert_ids is None else min(g.num_rows, E)
         config = config or configs.default_config(g.b.shape[1], g.depth, rows, g.num_experts, 132, False)
         if not isinstance(g.b_scales, torch.Tensor):
-            name, config = f"fused {name}", configs.with_strip(config, g.depth, dispatch.result_bytes(g))
+            name, config = f"fused {name}", plan.with_strip(config, g.depth, dispatch.result_bytes(g))
         tile = f"{'wgmma' if config.warpgroup else 'mma'} {config.block_n}x{config.block_k}x{config.block_t}"
         add_gemm(f"{tile} {name}", archs, g, mma=True, config=config)
 
@@ -163,7 +165,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     add_mma("sliced", TENSOR_CORES, gemm(2048, 4096, 64, "grouped", gate=True, **fused))
     prefill = gemm(640, 2560, 4096, "grouped", gate=True, **fused, **requantized)
     add_mma("prefill requantized", ("sm_89", "sm_90", "sm_120"), prefill)
-    large = configs.Config(128, 128, 128, 8, 4, 1, warpgroup=True)
+    large = plan.Config(128, 128, 128, 8, 4, 1, warpgroup=True)
     add_mma("prefill down", ("sm_90",), gemm(2560, 640, 4096, "grouped", **fused), large)
     add_mma("prefill long rows", ("sm_90",), gemm(2048, 4096, 4096, "grouped", gate=True, **fused), large)
     g = gemm(640, 2560, 8, "grouped", gate=True, swizzled=True, **requantized)

@@ -142,8 +142,8 @@ FAULTS = [
     Fault(
         "swapped gate and up (kernel)",
         "torch-ext/finegrained_kernels/gemm/kernels/portable.py",
-        "        acc, acc_up, expert, rows, ok, sources, n_tile,\n        x_global_ptr",
-        "        acc_up, acc, expert, rows, ok, sources, n_tile,\n        x_global_ptr",
+        "finish_tile(acc, acc_up, tile",
+        "finish_tile(acc_up, acc, tile",
         ("tests/gemm/test_nvfp4_compile.py", "-k", "test_interpreted_kernels_match"),
     ),
     Fault(
@@ -155,9 +155,9 @@ FAULTS = [
     ),
     Fault(
         "shared memory of results not counted",
-        "torch-ext/finegrained_kernels/gemm/config.py",
-        "rest = config.block_n * config.block_t * result_bytes + strip\n",
-        "rest = strip\n",
+        "torch-ext/finegrained_kernels/gemm/smem_plan.py",
+        "rest = config.block_n * config.block_t * result_bytes + strips\n",
+        "rest = strips\n",
         ("tests/gemm/test_configs.py",),
     ),
     Fault(

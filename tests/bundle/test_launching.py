@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ def decode_triton(bundle) -> ModuleType:
     return importlib.import_module(f"{bundle.__name__}.csf.decode_triton")
 
 
+class Named(NamedTuple):
+    first: Any
+    second: Any
+
+
 def arguments_of_every_class() -> list:
     memory = torch.empty(256, dtype=torch.uint8)
     aligned = -memory.data_ptr() % 16
@@ -40,6 +46,7 @@ def arguments_of_every_class() -> list:
     plain = [*tensors, None, True, False, 0.0, 1.0, 16.0, 0.5, *numbers, *limits]
     nested = [(), (1,), (16,), (3,), (True,), (1.0,), (None,), (1, 3), (3, 1), (16, 3), ((1, 3), 5), (1, 3, 5)]
     nested += [(tensor,) for tensor in tensors[:4]]
+    nested += [Named(first, second) for first in (tensors[0], None, 1, 3) for second in (16, (1, None), Named(1, 3))]
     return plain + nested
 
 

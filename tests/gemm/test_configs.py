@@ -28,6 +28,11 @@ def configs(bundle):
 
 
 @pytest.fixture(scope="module")
+def plan(bundle):
+    return importlib.import_module(f"{bundle.__name__}.gemm.smem_plan")
+
+
+@pytest.fixture(scope="module")
 def tiles(configs) -> set:
     """Every tile that a table or the default rule can choose."""
     assert TABLES
@@ -41,51 +46,36 @@ def tiles(configs) -> set:
     return found
 
 
-def geometry(configs, config, depth: int) -> tuple[int, int, int]:
+def geometry(plan, config, depth: int) -> tuple[int, int, int]:
     """(groups of a chunk, columns of a strip, bytes from row to row) of a tile."""
-    groups, cols = config.block_k // 16, configs.strip_cols(config, depth)
-    return groups, cols, configs.strip_stride(cols, groups)
+    groups, cols = config.block_k // 16, plan.strip_cols(config, depth)
+    return groups, cols, plan.strip_stride(cols, groups)
 
 
-def declared_bytes(configs, config, depth: int) -> int:
-    """What the kernels declare: a strip, in whole KB for warpgroups, else in 256 bytes; two for warpgroups that have an
-    SM alone, if two fit and a tile has a second chunk."""
-    _, _, stride = geometry(configs, config, depth)
-    strip = config.block_n * stride
-    two = config.warpgroup and config.num_warps > 4 and 2 * strip <= UNASKED and depth > config.block_k
-    unit = 1024 if config.warpgroup else 256
-    return -(-(2 * strip if two else strip) // unit) * unit
-
-
-def stage_bytes(config) -> int:
-    """A chunk of weights, two to a byte, and of activations in 16 bits."""
-    return config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
-
-
-def test_rows_of_whole_words_are_read_compressed_until_they_are_too_long(configs):
-    read = [depth for depth in range(32, 20000, 32) if configs.reads_compressed(depth)]
+def test_rows_of_whole_words_are_read_compressed_until_they_are_too_long(plan):
+    read = [depth for depth in range(32, 20000, 32) if plan.reads_compressed(depth)]
     assert all(depth % 128 == 0 for depth in read)
     assert set(range(128, 12160 + 1, 128)) == set(read)
-    assert not configs.reads_compressed(16000)
+    assert not plan.reads_compressed(16000)
 
 
-def test_a_tile_for_rows_that_no_strip_takes_is_refused(configs):
-    tile = configs.Config(64, 128, 64, 4, 4, 1, warpgroup=True)
+def test_a_tile_for_rows_that_no_strip_takes_is_refused(plan):
+    tile = plan.Config(64, 128, 64, 4, 4, 1, warpgroup=True)
     with pytest.raises(ValueError, match="K: expected rows whose scales fit in 49152 bytes, got 16000"):
-        configs.with_strip(tile, 16000)
-    assert configs.with_strip(configs.Config(64, 128, 8, 4, 3, 3), 16000).block_n == 32
+        plan.with_strip(tile, 16000)
+    assert plan.with_strip(plan.Config(64, 128, 8, 4, 3, 3), 16000).block_n == 32
 
 
-def test_every_tile_gets_its_shared_memory(configs, tiles):
+def test_every_tile_gets_its_shared_memory(plan, tiles):
     """Nothing is declared that may not be, all fits an SM, and what is beyond 48 KB is asked for: which Triton does if
     its own part is more than that, be it the ring alone, or with all that results take as they are rearranged."""
     for depth, config, result_bytes in itertools.product(DEPTHS, tiles, (1, 2, 4)):
-        if not configs.reads_compressed(depth):
+        if not plan.reads_compressed(depth):
             continue
-        tile = configs.with_strip(config, depth, result_bytes)
+        tile = plan.with_strip(config, depth, result_bytes)
         where = f"K {depth}, {result_bytes} bytes: {config} became {tile}"
-        declared = declared_bytes(configs, tile, depth)
-        ring = tile.num_stages * stage_bytes(tile)
+        declared = plan.strip_bytes(tile, depth)
+        ring = tile.num_stages * plan.stage_bytes(tile)
         rearranged = tile.block_n * tile.block_t * result_bytes
         assert declared <= UNASKED, where
         # Of a large tile, a part is rearranged at a time: scripts/compile_kernels.py tells.
@@ -94,21 +84,23 @@ def test_every_tile_gets_its_shared_memory(configs, tiles):
         assert tile.warpgroup or ring + rearranged + declared <= LEAST_OF_A_PROGRAM, where
         assert tile.block_n in (32, 64, 128, 256) and tile.block_n >= 16 * tile.num_warps, where
         assert tile.num_stages % tile.chunks_at_once == 0 and tile.num_stages > tile.chunks_at_once, where
-        assert configs.with_strip(tile, depth, result_bytes) == tile, where
+        assert plan.with_strip(tile, depth, result_bytes) == tile, where
 
 
-def test_dense_scales_come_whole_only_where_memory_is_left(configs, tiles):
+def test_dense_scales_come_whole_only_where_memory_is_left(plan, tiles):
     """Warpgroup tiles beside as many others as they are tuned for."""
     found = set()
     for depth, tile, result_bytes in itertools.product((64, *DEPTHS), tiles, (1, 2, 4)):
-        if not configs.comes_whole(tile, depth, result_bytes):
+        if not plan.comes_whole(tile, depth, result_bytes):
             continue
         found.add((tile.warpgroup, tile.num_warps > 4))
-        declared = declared_bytes(configs, tile, depth)
+        declared = plan.strip_bytes(tile, depth)
         assert depth % 128 == 0 and declared <= UNASKED, (depth, tile)
-        parts = tile.block_n // (16 * tile.num_warps) if tile.warpgroup and tile.block_t > 64 else 1
+        parts = plan.num_parts(tile)
         results = tile.block_n // parts * tile.block_t * result_bytes
-        shared = tile.num_stages * stage_bytes(tile) + declared + min(results, (32 if result_bytes == 4 else 16) << 10)
+        shared = (
+            tile.num_stages * plan.stage_bytes(tile) + declared + min(results, (32 if result_bytes == 4 else 16) << 10)
+        )
         programs = tile.programs_per_sm if tile.warpgroup else 1
         assert programs * (shared + 1024) <= OF_AN_SM + 1024, (depth, tile, result_bytes)
         words_a_lane = tile.block_n * depth // (16 * 8 * 32 * tile.num_warps)
@@ -116,15 +108,13 @@ def test_dense_scales_come_whole_only_where_memory_is_left(configs, tiles):
     assert found == {(False, False), (True, False), (True, True)}
 
 
-def test_tuned_tiles_of_compressed_scales_run_as_they_were_tuned(configs):
+def test_tuned_tiles_of_compressed_scales_run_as_they_were_tuned(configs, plan):
     """With results in 16 bits: others may need a deeper ring."""
     for name in TABLES:
         for (weight_rows, depth, compressed), entries in configs.load_table(name).items():
             result_bytes = 1 if (weight_rows, depth) in GATED else 2
             if compressed:
-                assert [
-                    config for _, config in entries if configs.with_strip(config, depth, result_bytes) != config
-                ] == []
+                assert [config for _, config in entries if plan.with_strip(config, depth, result_bytes) != config] == []
 
 
 def test_every_call_is_summed_in_one_order_and_occupies_the_device(configs, monkeypatch):
@@ -148,35 +138,35 @@ def test_every_call_is_summed_in_one_order_and_occupies_the_device(configs, monk
             assert dense == default, (call, dense)
 
 
-def test_tiles_are_changed_only_where_they_must_be(configs, tiles):
+def test_tiles_are_changed_only_where_they_must_be(plan, tiles):
     for depth, config in itertools.product(DEPTHS, tiles):
-        if not configs.reads_compressed(depth):
+        if not plan.reads_compressed(depth):
             continue
-        tile = configs.with_strip(config, depth)
+        tile = plan.with_strip(config, depth)
         if tile.block_n < config.block_n:
             wide = dataclasses.replace(tile, block_n=2 * tile.block_n)
-            beside = configs.strip_bytes(wide, depth) + wide.block_n * wide.block_t * 4
-            rings = (n * stage_bytes(wide) for n in itertools.count(config.num_stages, config.chunks_at_once))
+            beside = plan.strip_bytes(wide, depth) + wide.block_n * wide.block_t * 4
+            rings = (n * plan.stage_bytes(wide) for n in itertools.count(config.num_stages, config.chunks_at_once))
             ring = next(ring for ring in rings if ring > UNASKED or ring + beside <= UNASKED)
             too_much = ring + beside > LEAST_OF_A_PROGRAM and not config.warpgroup
-            assert too_much or configs.strip_bytes(wide, depth) > UNASKED, (depth, config, tile)
+            assert too_much or plan.strip_bytes(wide, depth) > UNASKED, (depth, config, tile)
         else:
             assert dataclasses.replace(tile, num_stages=config.num_stages) == config, (depth, config, tile)
             if tile.num_stages < config.num_stages:
-                more = (tile.num_stages + 1) * stage_bytes(tile) + declared_bytes(configs, tile, depth)
+                more = (tile.num_stages + 1) * plan.stage_bytes(tile) + plan.strip_bytes(tile, depth)
                 assert more + (32 << 10) > OF_AN_SM, (depth, config, tile)
             elif tile != config:
-                beside = configs.strip_bytes(tile, depth) + tile.block_n * tile.block_t * 4
-                fewer = (tile.num_stages - tile.chunks_at_once) * stage_bytes(tile)
+                beside = plan.strip_bytes(tile, depth) + tile.block_n * tile.block_t * 4
+                fewer = (tile.num_stages - tile.chunks_at_once) * plan.stage_bytes(tile)
                 assert fewer <= UNASKED < fewer + beside, (depth, config, tile)
 
 
-def test_strips_meet_the_rules_of_banks_and_vectors(configs, tiles):
+def test_strips_meet_the_rules_of_banks_and_vectors(plan, tiles):
     for depth, config in itertools.product(DEPTHS, tiles):
-        if not configs.reads_compressed(depth):
+        if not plan.reads_compressed(depth):
             continue
-        tile = configs.with_strip(config, depth)
-        groups, cols, stride = geometry(configs, tile, depth)
+        tile = plan.with_strip(config, depth)
+        groups, cols, stride = geometry(plan, tile, depth)
         where = f"K {depth}, {tile}: {cols} columns, {stride} bytes a row"
         assert stride % groups == 0 and stride // groups % 2 == 1, where
         assert cols <= stride < cols + 2 * groups, where
@@ -190,10 +180,10 @@ def test_strips_meet_the_rules_of_banks_and_vectors(configs, tiles):
         assert len(set(banks)) == len(banks), where
 
 
-def test_slices_divide_rows_into_whole_chunks(configs, tiles):
+def test_slices_divide_rows_into_whole_chunks(plan, tiles):
     for depth, config in itertools.product(DEPTHS, tiles):
         groups, all_cols = config.block_k // 16, depth // 16
-        cols = configs.strip_cols(config, depth)
+        cols = plan.strip_cols(config, depth)
         assert all_cols % cols == 0, (depth, config)
         if cols == all_cols:
             assert config.warpgroup or all_cols <= config.max_cols or all_cols % (2 * groups), (depth, config)
@@ -202,7 +192,7 @@ def test_slices_divide_rows_into_whole_chunks(configs, tiles):
         assert cols <= config.max_cols or cols % (2 * groups), (depth, config)
 
 
-def test_dense_and_compressed_scales_are_summed_in_one_order(configs, tiles):
+def test_dense_and_compressed_scales_are_summed_in_one_order(configs, plan, tiles):
     """Chunks of K and the kind of product decide the order of sums: dense, staged and fused results have one's bits."""
     for name in TABLES:
         table = configs.load_table(name)
@@ -211,6 +201,6 @@ def test_dense_and_compressed_scales_are_summed_in_one_order(configs, tiles):
             assert [(r, c.block_k, c.warpgroup) for r, c in entries] == [
                 (r, c.block_k, c.warpgroup) for r, c in dense
             ], (name, rows, depth, compressed)
-    for depth, config in itertools.product(filter(configs.reads_compressed, DEPTHS), tiles):
-        tile = configs.with_strip(config, depth)
+    for depth, config in itertools.product(filter(plan.reads_compressed, DEPTHS), tiles):
+        tile = plan.with_strip(config, depth)
         assert (tile.block_k, tile.warpgroup) == (config.block_k, config.warpgroup), (depth, config)

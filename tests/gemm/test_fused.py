@@ -220,9 +220,9 @@ def check_scenario(bundle, choice: dict, device: str) -> None:
 def one_configuration(bundle, depth: int, tile: tuple | None) -> Iterator[list]:
     """Dense scales get the configuration that compressed ones get, `tile` or else the bundle's choice. Yields the
     scales that were decoded into memory."""
-    configs, launch = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("config", "dispatch"))
+    plan, launch = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("smem_plan", "dispatch"))
     choose, decompress, decoded = launch.choose_config, launch.decompress_nvfp4_csf_scales, []
-    fixed = None if tile is None else configs.with_strip(configs.Config(*tile), depth)
+    fixed = None if tile is None else plan.with_strip(plan.Config(*tile), depth)
 
     def noted(scales, **options):
         decoded.append(scales)

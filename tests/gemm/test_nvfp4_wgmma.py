@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 
 COMPILE = """
-import importlib, sys
+import importlib
 from pathlib import Path
 import triton
 from kernels import get_local_kernel
@@ -24,26 +24,43 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 bundle = get_local_kernel(Path({variant!r}))
-kernel = importlib.import_module(f"{{bundle.__name__}}.gemm.kernels.sm90_wgmma").nvfp4_wgmma_kernel
-pointers = dict(x_ptr="*bf16", w_ptr="*i64", w_global_ptr="*fp32", out_ptr="*bf16", expert_start_ptr="*i32",
-                gather_ptr="*i32")
-scales = {scales}
-constants = dict(N=272, K={depth}, GATE={gate}, HAS_LIMIT=False, SWIZZLED=False, X_GLOBAL_PER_ROW=False,
-                 ROUNDED=triton.language.bfloat16, BLOCK_E=32, GROUPS=8, **{tile})
-absent = ("x_global_ptr", "out_scales_ptr", "out_global_ptr", "expert_ids_ptr", "scatter_ptr")
-constants |= dict.fromkeys(absent)
-scalars = dict.fromkeys(("num_rows", "num_sources", "num_experts"), "i32")
-signature = dict.fromkeys(constants, "constexpr") | pointers | scalars
-signature |= dict(scales=scales, strides=("i32",) * 4, swiglu=("fp32",) * 2)
-signature = {{name: signature[name] for name in kernel.arg_names}}
-aligned = {{(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}}
-aligned |= {{(kernel.arg_names.index("scales"), i): [["tt.divisibility", 16]] for i in range(len(scales))}}
-source = GluonASTSource(kernel, signature, constants, aligned)
+part = lambda name: importlib.import_module(f"{{bundle.__name__}}.gemm.{{name}}")
+kernel, operands, plan = part("kernels.sm90_wgmma").nvfp4_wgmma_kernel, part("kernels.operands"), part("smem_plan")
+absent = dict.fromkeys(operands.Scales._fields, "constexpr")
+scales, depth, gate = operands.Scales(**(absent | {scales})), {depth}, {gate}
+compressed = scales.dense == "constexpr"
+config = plan.Config({block_n}, 128, {block_t}, {warps}, {stages}, 1, warpgroup=True)
+constants = dict(
+    SHAPE=operands.Shape(N=272, K=depth, C=depth // 16, GATE=gate, HAS_LIMIT=False, SWIZZLED=False,
+                         COMPRESSED=compressed, GLOBAL_PER_ROW=False, ROUNDED=triton.language.bfloat16, BLOCK_E=32),
+    TILE=plan.plan_tile(config, 272, depth, gate, has_strip=scales.dense != "*i16", compressed=compressed),
+)
+signature = dict(
+    x_ptr="*bf16", weight=operands.Weight("*i64", scales),
+    routing=operands.Routing("*i32", "constexpr", "*i32", "constexpr"),
+    epilogue=operands.Epilogue("constexpr", "i32", "*fp32", "i32", "i32", "fp32", "fp32", "*bf16", "constexpr",
+                               "constexpr", "i32"),
+    num_rows="i32", num_sources="i32", num_experts="i32", SHAPE="constexpr", TILE="constexpr",
+)
+constexprs = {{(kernel.arg_names.index(name),): value for name, value in constants.items()}}
+aligned = {{}}
+def walk(path, kind):
+    if isinstance(kind, tuple):
+        for i, part in enumerate(kind):
+            walk((*path, i), part)
+    elif kind.startswith("*"):
+        aligned[path] = [["tt.divisibility", 16]]
+    elif kind == "constexpr":
+        constexprs.setdefault(path, None)
+for i, kind in enumerate(signature.values()):
+    walk((i,), kind)
+source = GluonASTSource(kernel, signature, constexprs, aligned)
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps={warps}))
 Path("kernel.cubin").write_bytes(compiled.asm["cubin"])
 """
 
-DENSE, WHOLE, COMPRESSED = ("*i16",), ("*i64",), ("*u8", "*i32", "*i32", "*i32")
+DENSE, WHOLE = {"dense": "*i16"}, {"dense": "*i64"}
+COMPRESSED = {"bases": "*u8", "codes": "*i32", "exceptions": "*i32", "exception_offsets": "*i32"}
 
 PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+),")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)")
@@ -126,10 +143,8 @@ def test_products_of_tiles_in_parts_and_of_whole_scales_do_too(
 
 
 def check_products(bundle_dir, run_python, tmp_path, tile, gate, scales, depth) -> None:
-    block_n, block_t, warps, stages = tile
-    tile = {"BLOCK_N": block_n, "BLOCK_T": block_t, "STAGES": stages}
-    variant = str(bundle_dir)
-    run_python(COMPILE.format(variant=variant, tile=tile, warps=warps, gate=gate, scales=scales, depth=depth))
+    tile = dict(zip(("block_n", "block_t", "warps", "stages"), tile, strict=True))
+    run_python(COMPILE.format(variant=str(bundle_dir), gate=gate, scales=scales, depth=depth, **tile))
     instructions, labels = read_sass(tmp_path / "kernel.cubin")
     assert sum("HGMMA" in code for code in instructions) >= 16
     assert not overwritten_operands(instructions, labels)

@@ -21,13 +21,14 @@ OUTPUTS = {
     "schedule_kernel": ("expert_start_ptr", "gather_ptr", "scatter_ptr"),
     "weighted_reduce_kernel": ("out_ptr",),
     "decode_kernel": ("out_ptr",),
-    "nvfp4_gemm_kernel": ("out_ptr", "out_scales_ptr"),
-    "nvfp4_wgmma_kernel": ("out_ptr", "out_scales_ptr"),
+    "nvfp4_gemm_kernel": ("epilogue.out", "epilogue.out_scales"),
+    "nvfp4_wgmma_kernel": ("epilogue.out", "epilogue.out_scales"),
     "permute_tokens_kernel": ("out_ptr",),
     "quantize_rows_kernel": ("packed_ptr", "scales_ptr", "operand_ptr"),
     "expand_rows_kernel": ("operand_ptr",),
 }
-"""Where kernels write. Their pointers, here addresses, are told from other integers by their size."""
+"""Where kernels write: an argument, or a member of a group of them. Pointers, here addresses, are told from other
+integers by their size."""
 
 LEAST_ADDRESS = 1 << 32
 
@@ -74,7 +75,7 @@ class FakeGPU:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-        dispatch = bundle_module("gemm.dispatch")
+        dispatch, self.operands = bundle_module("gemm.dispatch"), bundle_module("gemm.kernels.operands")
         patch.setattr(bundle_module("plans"), "_is_planned", lambda tensor: True)
         patch.setattr(bundle_module("plans"), "_device_of", operator.attrgetter("device"))
         patch.setattr(bundle_module("gemm.api"), "_run_on_device", dispatch.run_on_gpu)
@@ -98,6 +99,9 @@ class FakeGPU:
         kernel, constants = function
         names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
         arguments = dict(zip(names, values, strict=False))
+        if "epilogue" in arguments:
+            members = self.operands.Epilogue(*arguments.pop("epilogue"))._asdict()
+            arguments |= {f"epilogue.{name}": value for name, value in members.items()}
         names = OUTPUTS[kernel.fn.__name__]
         if dict(constants).get("IS_DYNAMIC") == "True":
             names = (*names, "global_ptr")

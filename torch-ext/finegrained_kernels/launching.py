@@ -104,7 +104,7 @@ def specialize(arguments: tuple) -> tuple[list, list] | None:
             key.append(_int_class(argument))
         elif argument is None or kind is float or kind is bool:
             key.append(kind)
-        elif kind is tuple:
+        elif isinstance(argument, tuple):  # a named one, too
             nested = specialize(argument)
             if nested is None:
                 return None

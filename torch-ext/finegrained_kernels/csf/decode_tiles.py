@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..swizzle_triton import swizzled_offset
+
 
 @triton.jit
 def plane_exceptions(offsets_ptr, plane, first, last, PLANE_BYTES: tl.constexpr, OFFSET_TILE: tl.constexpr):
@@ -33,9 +35,7 @@ def store_exceptions(
     mask = mask & (position >= first) & (position < last)
     if SWIZZLED:
         COL_TILES: tl.constexpr = (NUM_COLS + 3) // 4
-        row = position // NUM_COLS
-        col = position % NUM_COLS
-        position = (row // 128 * COL_TILES + col // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + col % 4
+        position = swizzled_offset(position // NUM_COLS, position % NUM_COLS, COL_TILES, UNIT=1)
     tl.store(out_ptr + position, (words >> POSITION_BITS).to(tl.uint8), mask=mask, cache_modifier=".cg")
 
 

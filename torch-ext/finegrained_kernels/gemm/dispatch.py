@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional, cast
+from typing import NamedTuple, Optional, cast
 
 import torch
 import triton.language as tl
@@ -16,13 +16,16 @@ from ..launching import bind
 from ..nvfp4.quantize_triton import expanded_operands, quantize_rows, quantized_operands
 from ..nvfp4.reference import GROUP
 from ..recording import forgo_plan
-from .config import Config, choose_config, comes_whole, reads_compressed, scaled_tile, strip_cols
+from .capability import has_scaled_kernel, has_tensor_core_kernel
+from .config import choose_config, scaled_tile
+from .kernels.operands import BlockTile, Epilogue, Routing, Scales, Shape, Weight
 from .kernels.portable import portable_gemm_kernel
 from .problem import Gemm, fault
+from .smem_plan import Config, comes_whole, plan_tile, reads_compressed
 
 ALIGNMENT = 16
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-PORTABLE_TILE = {"BLOCK_N": 64, "BLOCK_K": 64, "BLOCK_T": 16}
+PORTABLE_TILE = BlockTile(BLOCK_N=64, BLOCK_K=64, BLOCK_T=16)
 
 
 def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
@@ -36,12 +39,11 @@ def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
         if uses_scaled_kernel(gemm):
             launch_scaled(gemm, outputs)
             return outputs
-        operands, x_global, gather_idx = prepare_activations(gemm)
-        arguments, constants = kernel_arguments(gemm, operands, x_global, gather_idx, outputs)
+        activations = prepare_activations(gemm)
         if uses_tensor_core_kernel(gemm):
-            launch_mma(gemm, config, operands, x_global, arguments, constants)
+            launch_mma(gemm, config, activations, outputs)
         else:
-            launch_portable(gemm, operands, x_global, arguments, constants)
+            launch_portable(gemm, activations, outputs)
     return outputs
 
 
@@ -81,32 +83,38 @@ def new_outputs(gemm: Gemm) -> list[torch.Tensor]:
     return [packed, torch.empty(rows, cols // GROUP, dtype=torch.float8_e4m3fn, device=device)]
 
 
-def prepare_activations(gemm: Gemm) -> tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(operands [rows, K] bf16 or fp16, their globals, the gather that is left to do).
+class PreparedActivations(NamedTuple):
+    """What a kernel multiplies, rows by K or K/2 packed, and how its rows are reached."""
+
+    values: torch.Tensor
+    scales: Optional[torch.Tensor]  # of packed values
+    global_scale: Optional[torch.Tensor]
+    gather_idx: Optional[torch.Tensor]  # the gather that is left to do
+
+
+def prepare_activations(gemm: Gemm) -> PreparedActivations:
+    """Values in bf16 or fp16 [rows, K].
 
     W4A16 uses `a` as it is. W4A4 multiplies exact bf16 code * scale, made here in one pass over the activations; only a
     global of each expert makes it expand the routed rows first, since one source row then has several quantizations.
     """
     a = aligned(gemm.a)
     if gemm.weight_only:
-        return a, None, gemm.gather_idx
+        return PreparedActivations(a, None, None, gemm.gather_idx)
     if gemm.a_scales is not None:
-        return expanded_operands(a, gemm.a_scales), gemm.a_global, gemm.gather_idx
+        return PreparedActivations(expanded_operands(a, gemm.a_scales), None, gemm.a_global, gemm.gather_idx)
     a_global, row_index, gather_idx = quantizer_rows(gemm)
     operands, x_global = quantized_operands(a, a_global, row_index)
-    return operands, x_global, gather_idx
+    return PreparedActivations(operands, None, x_global, gather_idx)
 
 
-def packed_activations(
-    gemm: Gemm,
-) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """W4A4 as block-scaled products read it: (packed [rows, K/2], scales [rows, K/16], their globals, the gather that
-    is left to do)."""
+def packed_activations(gemm: Gemm) -> PreparedActivations:
+    """W4A4 as block-scaled products read it: values packed [rows, K/2], with scales [rows, K/16]."""
     if gemm.a_scales is not None:
-        return aligned(gemm.a), gemm.a_scales.contiguous(), gemm.a_global, gemm.gather_idx
+        return PreparedActivations(aligned(gemm.a), gemm.a_scales.contiguous(), gemm.a_global, gemm.gather_idx)
     a_global, row_index, gather_idx = quantizer_rows(gemm)
     packed, scales, row_global = quantize_rows(gemm.a, a_global, row_index)
-    return packed, scales, row_global[:, 0] if a_global is None else a_global, gather_idx
+    return PreparedActivations(packed, scales, row_global[:, 0] if a_global is None else a_global, gather_idx)
 
 
 def quantizer_rows(gemm: Gemm) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
@@ -125,33 +133,40 @@ def row_experts(gemm: Gemm) -> torch.Tensor:
     return expert_of_rows(gemm.expert_start, gemm.num_experts, gemm.num_rows)
 
 
-def kernel_arguments(gemm: Gemm, operands, x_global, gather_idx, outputs) -> tuple[tuple, dict]:
-    """What every kernel takes after activations, weights and scales, in order, and the compile-time constants."""
-    per_row = x_global is not None and len(x_global) != 1 and not is_per_expert(gemm, x_global)
-    scales_out = outputs[1].view(torch.uint8) if gemm.quantize_output else None
-    strides = (
-        gemm.b_global.stride(0),
-        gemm.b_global.stride(1) if gemm.gate else 0,
-        0 if x_global is None or len(x_global) == 1 else 1,
-        0 if gemm.output_global is None or len(gemm.output_global) == 1 else 1,
+def kernel_arguments(gemm: Gemm, activations: PreparedActivations, outputs: list[torch.Tensor]) -> tuple:
+    """What every kernel takes after activations and the weight, in order, but its compile-time constants."""
+    x_global = activations.global_scale
+    epilogue = Epilogue(
+        x_global=x_global,
+        x_expert_stride=0 if x_global is None or len(x_global) == 1 else 1,
+        w_global=gemm.b_global,
+        w_expert_stride=gemm.b_global.stride(0),
+        w_half_stride=gemm.b_global.stride(1) if gemm.gate else 0,
+        alpha=gemm.alpha,
+        limit=float("inf") if gemm.limit is None else gemm.limit,
+        out=outputs[0],
+        out_scales=outputs[1].view(torch.uint8) if gemm.quantize_output else None,
+        out_global=gemm.output_global,
+        out_expert_stride=0 if gemm.output_global is None or len(gemm.output_global) == 1 else 1,
     )
-    arguments = (
-        gemm.b_global, outputs[0], scales_out, gemm.output_global,
-        gemm.expert_start, gemm.expert_ids, gather_idx, gemm.scatter_idx,
-        gemm.num_rows, operands.shape[0], gemm.num_experts, strides,
-        (gemm.alpha, float("inf") if gemm.limit is None else gemm.limit),
-    )  # fmt: skip
-    constants = {
-        "N": gemm.num_cols,
-        "K": gemm.depth,
-        "GATE": gemm.gate,
-        "HAS_LIMIT": gemm.limit is not None,
-        "SWIZZLED": isinstance(gemm.b_scales, torch.Tensor) and gemm.b_scales.ndim == 5,
-        "X_GLOBAL_PER_ROW": per_row,
-        "ROUNDED": TRITON_DTYPES[gemm.output_dtype],
-        "BLOCK_E": next_power_of_2(gemm.num_experts + 1),
-    }
-    return arguments, constants
+    routing = Routing(gemm.expert_start, gemm.expert_ids, activations.gather_idx, gemm.scatter_idx)
+    return routing, epilogue, gemm.num_rows, activations.values.shape[0], gemm.num_experts
+
+
+def kernel_shape(gemm: Gemm, x_global: Optional[torch.Tensor]) -> Shape:
+    """`x_global`: the activations' global."""
+    return Shape(
+        N=gemm.num_cols,
+        K=gemm.depth,
+        C=gemm.depth // GROUP,
+        GATE=gemm.gate,
+        HAS_LIMIT=gemm.limit is not None,
+        SWIZZLED=isinstance(gemm.b_scales, torch.Tensor) and gemm.b_scales.ndim == 5,
+        COMPRESSED=isinstance(gemm.b_scales, NVFP4CSFScales),
+        GLOBAL_PER_ROW=x_global is not None and len(x_global) != 1 and not is_per_expert(gemm, x_global),
+        ROUNDED=TRITON_DTYPES[gemm.output_dtype],
+        BLOCK_E=next_power_of_2(max(gemm.num_experts, 2)),
+    )
 
 
 def is_per_expert(gemm: Gemm, x_global: torch.Tensor) -> bool:
@@ -160,66 +175,65 @@ def is_per_expert(gemm: Gemm, x_global: torch.Tensor) -> bool:
 
 
 def uses_tensor_core_kernel(gemm: Gemm) -> bool:
-    """sm_89 and later (E4M3 conversion), rows of scale bytes that are whole 32-bit words."""
-    if torch.version.hip or gemm.a.device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(gemm.a.device) >= (8, 9) and gemm.depth % 64 == 0
+    """Where rows of scale bytes are whole 32-bit words."""
+    return has_tensor_core_kernel(gemm.a.device) and gemm.depth % 64 == 0
 
 
 def uses_scaled_kernel(gemm: Gemm) -> bool:
-    """W4A4 where tensor cores multiply block-scaled NVFP4: sm_100 and its successors, sm_120."""
-    if torch.version.hip or gemm.a.device.type != "cuda" or gemm.weight_only:
-        return False
-    return torch.cuda.get_device_capability(gemm.a.device)[0] in (10, 12)
+    """W4A4, where tensor cores multiply that."""
+    return not gemm.weight_only and has_scaled_kernel(gemm.a.device)
 
 
-def scale_operands(gemm: Gemm, config: Config) -> tuple[torch.Tensor, ...]:
-    """Scales as the tensor-core kernels take them: bytes in pairs or words, or the four tensors of the compressed
-    form."""
+def tensor_core_weight(gemm: Gemm, has_strip: bool) -> Weight:
+    """Codes in words of a group; scales compressed, or in words of 8 where they have a strip, else in pairs."""
     scales = gemm.b_scales
     if isinstance(scales, NVFP4CSFScales):
-        return scales.bases, scales.codes.view(torch.int32), scales.exceptions, scales.exception_offsets
-    whole = scales.ndim < 5 and comes_whole(config, gemm.depth, result_bytes(gemm))
-    return (scales.view(torch.int64 if whole else torch.int16),)
+        codes = scales.codes.view(torch.int32)
+        operands = Scales(None, scales.bases, codes, scales.exceptions, scales.exception_offsets)
+    else:
+        operands = Scales(scales.view(torch.int64 if has_strip else torch.int16))
+    return Weight(gemm.b.view(torch.int64), operands)
 
 
-def dense_scales(gemm: Gemm) -> torch.Tensor:
-    """Their bytes, for kernels that read no compressed ones: `with_readable_scales` has decoded those."""
-    return cast(torch.Tensor, gemm.b_scales).view(torch.uint8)
+def byte_weight(gemm: Gemm) -> Weight:
+    """For kernels that read no compressed scales: `with_readable_scales` has decoded those."""
+    return Weight(gemm.b.view(torch.uint8), Scales(cast(torch.Tensor, gemm.b_scales).view(torch.uint8)))
 
 
-def launch_mma(gemm: Gemm, config: Config | None, operands, x_global, arguments: tuple, constants: dict):
+def launch_mma(
+    gemm: Gemm, config: Config | None, activations: PreparedActivations, outputs: list[torch.Tensor]
+) -> object:
     """Launch on tensor cores. With a `config` of the caller's, a tuner's, returns the compiled kernel."""
     from .kernels.mma import nvfp4_gemm_kernel  # Gluon exists for NVIDIA builds of Triton
     from .kernels.sm90_wgmma import nvfp4_wgmma_kernel, permute_tokens
 
     is_tuning = config is not None
+    compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
     if config is None:
         rows = gemm.num_rows if gemm.expert_ids is None else min(gemm.num_rows, gemm.num_experts)  # a row, a tile
-        compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
         config = choose_config(
             gemm.a.device, gemm.b.shape[1], gemm.depth, rows, gemm.num_experts, result_bytes(gemm), compressed
         )
-    tiles = max_row_tiles(gemm, config.block_t) * cdiv(gemm.b.shape[1], config.block_n)
-    grid = min(tiles, num_sms(gemm.a.device) * config.programs_per_sm)
-    groups = config.block_k // GROUP
+    has_strip = compressed or brings_whole_scales(gemm, config)
+    plan = plan_tile(config, gemm.num_cols, gemm.depth, gemm.gate, has_strip=has_strip, compressed=compressed)
+    grid = min(max_row_tiles(gemm, plan.BLOCK_T) * plan.N_TILES, num_sms(gemm.a.device) * config.programs_per_sm)
+    kernel, x = nvfp4_gemm_kernel, activations.values
     if config.warpgroup:
-        operands = permute_tokens(operands, groups)
-    kernel = nvfp4_wgmma_kernel if config.warpgroup else nvfp4_gemm_kernel
-    constants |= {"BLOCK_N": config.block_n, "GROUPS": groups, "BLOCK_T": config.block_t, "STAGES": config.num_stages}
-    constants["BLOCK_E"] = next_power_of_2(max(gemm.num_experts, 2))  # here of experts, not of where they start
-    constants["num_warps"] = config.num_warps
-    if not config.warpgroup:
-        compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
-        constants["COLS"] = strip_cols(config, gemm.depth) if compressed else gemm.depth // GROUP
-        constants["BURST"] = config.chunks_at_once
+        kernel, x = nvfp4_wgmma_kernel, permute_tokens(x, plan.GROUPS)
+    arguments = (x, tensor_core_weight(gemm, has_strip), *kernel_arguments(gemm, activations, outputs))
+    constants = {"SHAPE": kernel_shape(gemm, activations.global_scale), "TILE": plan, "num_warps": config.num_warps}
     if config.max_registers:
         constants["maxnreg"] = config.max_registers
-    arguments = (operands, x_global, gemm.b.view(torch.int64), scale_operands(gemm, config), *arguments)
     if is_tuning:
         forgo_plan()
         return kernel[(grid,)](*arguments, **constants)
     return bind(kernel, **constants)((grid,), *arguments)
+
+
+def brings_whole_scales(gemm: Gemm, config: Config) -> bool:
+    """Whether dense scales come to a strip, a tile's at once."""
+    is_dense = isinstance(gemm.b_scales, torch.Tensor) and gemm.b_scales.ndim < 5
+    return is_dense and comes_whole(config, gemm.depth, result_bytes(gemm))
 
 
 def result_bytes(gemm: Gemm) -> int:
@@ -239,18 +253,20 @@ def max_row_tiles(gemm: Gemm, block_t: int) -> int:
 def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
     from .kernels.sm100_scaled import scaled_gemm_kernel
 
-    packed, scales, x_global, gather_idx = packed_activations(gemm)
-    arguments, constants = kernel_arguments(gemm, packed, x_global, gather_idx, outputs)
-    tile = scaled_tile(gemm.num_rows / gemm.num_experts if gemm.expert_ids is None else 1)
-    grid = (max_row_tiles(gemm, tile["BLOCK_T"]), cdiv(gemm.b.shape[1], tile["BLOCK_N"]))
-    bind(scaled_gemm_kernel, **constants, **tile)(
-        grid, packed.view(torch.uint8), scales.view(torch.uint8), x_global, gemm.b.view(torch.uint8),
-        dense_scales(gemm), *arguments,
+    activations = packed_activations(gemm)
+    tile, options = scaled_tile(gemm.num_rows / gemm.num_experts if gemm.expert_ids is None else 1)
+    grid = (max_row_tiles(gemm, tile.BLOCK_T), cdiv(gemm.b.shape[1], tile.BLOCK_N))
+    shape = kernel_shape(gemm, activations.global_scale)
+    bind(scaled_gemm_kernel, SHAPE=shape, TILE=tile, **options)(
+        grid, activations.values.view(torch.uint8), cast(torch.Tensor, activations.scales).view(torch.uint8),
+        byte_weight(gemm), *kernel_arguments(gemm, activations, outputs),
     )  # fmt: skip
 
 
-def launch_portable(gemm: Gemm, operands, x_global, arguments: tuple, constants: dict) -> None:
-    grid = (max_row_tiles(gemm, PORTABLE_TILE["BLOCK_T"]), cdiv(gemm.num_cols, PORTABLE_TILE["BLOCK_N"]))
-    bind(portable_gemm_kernel, **constants, **PORTABLE_TILE)(
-        grid, operands, x_global, gemm.b.view(torch.uint8), dense_scales(gemm), *arguments
+def launch_portable(gemm: Gemm, activations: PreparedActivations, outputs: list[torch.Tensor]) -> None:
+    tile = PORTABLE_TILE
+    grid = (max_row_tiles(gemm, tile.BLOCK_T), cdiv(gemm.num_cols, tile.BLOCK_N))
+    shape = kernel_shape(gemm, activations.global_scale)
+    bind(portable_gemm_kernel, SHAPE=shape, TILE=tile)(
+        grid, activations.values, byte_weight(gemm), *kernel_arguments(gemm, activations, outputs)
     )

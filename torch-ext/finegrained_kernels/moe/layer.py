@@ -22,7 +22,7 @@ import torch
 from ..arguments import kind_of, no_dense_tensor
 from ..constants import constant
 from ..gemm.api import matmul_batched, matmul_grouped
-from ..gemm.config import reads_compressed_on
+from ..gemm.capability import reads_compressed_on
 from ..nvfp4.reference import GROUP
 from ..plans import planned
 from ..recording import forgo_plan

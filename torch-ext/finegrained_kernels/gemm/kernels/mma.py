@@ -1,7 +1,7 @@
 """The GEMM on NVIDIA tensor cores: weights as rows, tokens as columns, one persistent grid for every routing.
 
 A tile is BLOCK_N weight rows by up to BLOCK_T routed rows of one expert. Each weight and scale byte of a tile is read
-once; activations come again for every tile of their expert, from L2. With `GATE`, a tile's weight rows alternate
+once; activations come again for every tile of their expert, from L2. With a gate, a tile's weight rows alternate
 between 8 gate rows and their 8 up rows, so that both halves of a result meet in one lane.
 Scales arrive with the weights; compressed, or of short rows, a tile's come at once (scale_strip.py). The products are
 the same. What the next tile needs first is asked for before a tile is stored.
@@ -9,60 +9,119 @@ the same. What the next tile needs first is asked for before a tile is stored.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from . import ptx
 from .epilogue import store_tile
+from .persistent import all_experts, nth_tile
 from .scale_strip import (
-    exception_ranges,
+    Slice,
+    exception_span,
     fill_strip,
-    load_scales,
-    new_strip,
+    load_slice,
+    new_strips,
     prefetch_windows,
     strip_pairs,
 )
+from .schedule import Schedule, count_tiles, source_rows, with_weights
 from .unpack import (
     barrier,
     copy_layout,
     group_layout,
-    group_scales,
     load_async,
     mma_layout,
     operand_shift,
     token_layout,
     token_operand,
     token_pairs,
-    uniform,
     weight_operand,
     word_values,
 )
-from .weights import clamped, copy_weights, find_tile, group_tile_ends, has_strip, row_swizzle, source_rows
+from .weights import copy_weights, new_ring, row_swizzle
+
+
+class Work(NamedTuple):
+    """A tile, and what is known of it before it is multiplied."""
+
+    tile: Any
+    sources: Any
+    """Activation rows, as `copy_tokens` lays them out."""
+    exceptions: Any
+    scales: Any
+    """What fills the strip, in registers; 0 where there is no strip, or it holds a slice at a time."""
 
 
 @gluon.jit
-def copy_tokens(x_smem, x_ptr, sources, chunk, stage, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr, K: gl.constexpr):
+def plan_work(schedule, index, weight, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """Tile `index`, its scales not loaded yet."""
+    tile = nth_tile(schedule, index, SHAPE, TILE)
+    exceptions = exception_span(weight.scales, tile, schedule.num_experts, SHAPE, TILE)
+    LAYOUT: gl.constexpr = copy_layout(4 * TILE.GROUPS, 8, gl.num_warps())
+    tokens = gl.arange(0, 4 * TILE.BLOCK_T, gl.SliceLayout(1, LAYOUT)) // 4
+    return Work(tile, source_rows(schedule, tile, tokens), exceptions, 0)
+
+
+@gluon.jit
+def with_scales(work, schedule, weight, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """`work`, with what fills the strip, if there is one; of slices, the first one's codes go to L2."""
+    part = Slice(with_weights(work.tile, schedule), work.exceptions, 0)
+    scales = 0
+    if TILE.STRIPS > 0:
+        if TILE.COLS == SHAPE.C:
+            scales = load_slice(weight.scales, part, SHAPE, TILE)
+        else:
+            prefetch_windows(weight.scales, part, SHAPE, TILE)
+    return Work(work.tile, work.sources, work.exceptions, scales)
+
+
+@gluon.jit
+def copy_tokens(ring, x_ptr, sources, chunk, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Start the copy of one K chunk of activations into a stage of the ring: row 4 * token + t for lane t of a quad."""
-    OWN: gl.constexpr = 4 * GROUPS
+    OWN: gl.constexpr = 4 * TILE.GROUPS
+    DEPTH: gl.constexpr = 16 * TILE.GROUPS
     LAYOUT: gl.constexpr = copy_layout(OWN, 8, gl.num_warps())
-    lane = gl.arange(0, 4 * BLOCK_T, gl.SliceLayout(1, LAYOUT)) % 4
+    lane = gl.arange(0, 4 * TILE.BLOCK_T, gl.SliceLayout(1, LAYOUT)) % 4
     value = (lane * OWN)[:, None] + gl.arange(0, OWN, gl.SliceLayout(0, LAYOUT))[None, :]
     mask = (sources >= 0)[:, None]
-    if K % (16 * GROUPS) != 0:
-        mask = mask & (chunk * (16 * GROUPS) + value < K)
-    load_async(
-        x_smem.index(stage), (x_ptr + chunk * (16 * GROUPS)) + (sources.to(gl.int64)[:, None] * K + value), mask=mask
-    )
+    if SHAPE.K % DEPTH != 0:
+        mask = mask & (chunk * DEPTH + value < SHAPE.K)
+    x_ptrs = (x_ptr + chunk * DEPTH) + (sources.to(gl.int64)[:, None] * SHAPE.K + value)
+    load_async(ring.tokens.index(chunk % TILE.STAGES), x_ptrs, mask=mask)
 
 
 @gluon.jit
-def multiply_chunk(acc, words, scale_pairs, x, BLOCK_N: gl.constexpr, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr):
-    """acc + weights @ activations over one chunk."""
-    MMA: gl.constexpr = mma_layout(gl.num_warps())
-    scales = group_scales(scale_pairs, x.dtype == gl.float16)
+def copy_chunk(ring, x_ptr, weight, work, chunk, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """Start the copies of one K chunk of weights, scales and activations into a stage of the ring."""
+    copy_weights(ring, weight, work.tile, chunk, SHAPE=SHAPE, TILE=TILE)
+    copy_tokens(ring, x_ptr, work.sources, chunk, SHAPE=SHAPE, TILE=TILE)
+
+
+@gluon.jit
+def start_copies(ring, x_ptr, weight, work, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """Fill the ring with the first chunks of a tile, all but BURST stages of it."""
+    FIRST: gl.constexpr = TILE.STAGES - TILE.BURST
+    for chunk in gl.static_range(FIRST):
+        if chunk * TILE.GROUPS < SHAPE.C:
+            copy_chunk(ring, x_ptr, weight, work, chunk, SHAPE=SHAPE, TILE=TILE)
+        if chunk % TILE.BURST == TILE.BURST - 1:
+            async_copy.commit_group()
+
+
+@gluon.jit
+def multiply_chunk(acc, words, factors, x):
+    """acc + weights @ activations over one chunk: codes [BLOCK_N, G], pairs of factors [BLOCK_N, G/2], activations
+    [4 * BLOCK_T, 4G]."""
+    MMA: gl.constexpr = acc.type.layout
+    BLOCK_N: gl.constexpr = acc.shape[0]
+    BLOCK_T: gl.constexpr = acc.shape[1]
+    GROUPS: gl.constexpr = words.shape[1]
     pairs = token_pairs(x, BLOCK_T, GROUPS)
     for word in gl.static_range(2):
-        w = word_values(words, scales, word, x.dtype == gl.float16)
+        w = word_values(words, factors, word, x.dtype == gl.float16)
         for i in gl.static_range(4):
             left = weight_operand(w[2 * i], w[2 * i + 1], BLOCK_N, GROUPS, MMA)
             acc = mma_v2(left, token_operand(pairs[4 * word + i], BLOCK_T, GROUPS, MMA), acc)
@@ -70,156 +129,88 @@ def multiply_chunk(acc, words, scale_pairs, x, BLOCK_N: gl.constexpr, BLOCK_T: g
 
 
 @gluon.jit
-def start_copies(
-    x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
-    N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, BURST: gl.constexpr,
-):  # fmt: skip
-    """Fill the ring with the first chunks of a tile, all but BURST stages of it."""
-    for chunk in gl.static_range(STAGES - BURST):
-        if chunk * GROUPS < K // 16:
-            copy_weights(smem, w_ptr, scales, tile, chunk, chunk, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
-            copy_tokens(x_smem, x_ptr, sources, chunk, chunk, BLOCK_T, GROUPS, K)
-        if chunk % BURST == BURST - 1:
-            async_copy.commit_group()
+def load_chunk(ring, strip, chunk, first_col, TILE: gl.constexpr):
+    """A chunk in registers: codes, pairs of scales as factors, activations. `first_col`: of the strip."""
+    W: gl.constexpr = gl.num_warps()
+    GROUPS: gl.constexpr = TILE.GROUPS
+    stage = chunk % TILE.STAGES
+    if TILE.STRIPS > 0:
+        pairs = strip_pairs(strip, chunk - first_col // GROUPS, TILE.BLOCK_N, TILE)
+    else:
+        pairs = ring.scales.index(stage).load(group_layout(TILE.BLOCK_N, GROUPS // 2, W))
+    words = ring.codes.index(stage).load(group_layout(TILE.BLOCK_N, GROUPS, W))
+    x = ring.tokens.index(stage).load(token_layout(TILE.BLOCK_T, 4 * GROUPS, W))
+    return words, ptx.scale_factors(pairs, x.dtype == gl.float16), x
 
 
 @gluon.jit
-def first_scales(
-    scales, tile, ranges, N: gl.constexpr, C: gl.constexpr, COLS: gl.constexpr, GATE: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """What fills a tile's strip, if it has one, in registers; of slices, the first one's codes go to L2."""
-    held = ()
-    if has_strip(scales):
-        if COLS == C:
-            held = load_scales(scales, tile, ranges, 0, N, C, COLS, GATE, BLOCK_N)
-        else:
-            prefetch_windows(scales, tile, 0, N, C, COLS, GATE, BLOCK_N)
-    return held
-
-
-@gluon.jit
-def multiply(
-    acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
-    N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, COLS: gl.constexpr,
-    BURST: gl.constexpr,
-):  # fmt: skip
+def multiply(acc, x_ptr, weight, work, ring, strip, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Unscaled sums of one tile: a ring of STAGES chunks, all but BURST of them in flight.
 
     BURST chunks are asked for at a time, as memory is slow to give 64 bytes of a row now and the next ones later."""
-    C: gl.constexpr = K // 16
+    C: gl.constexpr = SHAPE.C
+    COLS: gl.constexpr = TILE.COLS
+    GROUPS: gl.constexpr = TILE.GROUPS
+    BURST: gl.constexpr = TILE.BURST
     CHUNKS: gl.constexpr = (C + GROUPS - 1) // GROUPS
-    W: gl.constexpr = gl.num_warps()
+    AHEAD: gl.constexpr = TILE.STAGES - BURST
     for first_col in range(0, C, COLS):
-        if has_strip(scales):
-            part = held
+        if TILE.STRIPS > 0:
+            part = Slice(work.tile, work.exceptions, first_col)
+            loaded = work.scales
             if COLS != C:
-                part = load_scales(scales, tile, ranges, first_col, N, C, COLS, GATE, BLOCK_N)
-                prefetch_windows(scales, tile, first_col + COLS, N, C, COLS, GATE, BLOCK_N)
+                loaded = load_slice(weight.scales, part, SHAPE, TILE)
+                prefetch_windows(weight.scales, Slice(work.tile, work.exceptions, first_col + COLS), SHAPE, TILE)
             barrier()  # every warp is done with the strip
-            fill_strip(strip, scales, part, ranges, tile[3], first_col, N, C, COLS, GROUPS, GATE, BLOCK_N)
+            fill_strip(strip, weight.scales, loaded, part, SHAPE=SHAPE, TILE=TILE)
         end = (first_col + COLS + GROUPS - 1) // GROUPS
         for first in range(first_col // GROUPS, end, BURST):
-            async_copy.wait_group(STAGES // BURST - 2)
-            if has_strip(scales):
+            async_copy.wait_group(AHEAD // BURST - 1)
+            if TILE.STRIPS > 0:
                 barrier()  # what filled the strip; Triton sees it, and adds none for what the copies brought
             for i in gl.static_range(BURST):
-                ahead = first + STAGES - BURST + i
-                if STAGES - BURST + i < CHUNKS:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+                ahead = first + AHEAD + i
+                if AHEAD + i < CHUNKS:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
                     if ahead < CHUNKS:
-                        stage = ahead % STAGES
-                        copy_weights(smem, w_ptr, scales, tile, ahead, stage, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
-                        copy_tokens(x_smem, x_ptr, sources, ahead, stage, BLOCK_T, GROUPS, K)
+                        copy_chunk(ring, x_ptr, weight, work, ahead, SHAPE=SHAPE, TILE=TILE)
             async_copy.commit_group()
             for i in gl.static_range(BURST):
-                chunk = first + i
-                if chunk < end:
-                    if has_strip(scales):
-                        scale_pairs = strip_pairs(strip, chunk - first_col // GROUPS, BLOCK_N, GROUPS, COLS)
-                    else:
-                        scale_pairs = smem[1].index(chunk % STAGES).load(group_layout(BLOCK_N, GROUPS // 2, W))
-                    words = smem[0].index(chunk % STAGES).load(group_layout(BLOCK_N, GROUPS, W))
-                    x = x_smem.index(chunk % STAGES).load(token_layout(BLOCK_T, 4 * GROUPS, W))
-                    acc = multiply_chunk(acc, words, scale_pairs, x, BLOCK_N, BLOCK_T, GROUPS)
+                if first + i < end:
+                    words, factors, x = load_chunk(ring, strip, first + i, first_col, TILE)
+                    acc = multiply_chunk(acc, words, factors, x)
     return acc
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
 def nvfp4_gemm_kernel(
-    x_ptr, x_global_ptr, w_ptr, scales, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
-    expert_start_ptr, expert_ids_ptr, gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu,
-    N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr, SWIZZLED: gl.constexpr,
-    X_GLOBAL_PER_ROW: gl.constexpr, ROUNDED: gl.constexpr, BLOCK_E: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, COLS: gl.constexpr,
-    BURST: gl.constexpr,
-):  # fmt: skip
-    """scales: (scale bytes in pairs,), or in words of 8 if a tile's come all at once; or compressed, and decoded COLS
-    columns at a time, (bases, words of codes, exceptions, exception offsets).
-    strides: of w_global (expert, half), x_global (expert) and out_global (expert). swiglu: (alpha, limit).
-    """
-    W: gl.constexpr = gl.num_warps()
-    OUT_N: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    N_TILES: gl.constexpr = (N + OUT_N - 1) // OUT_N
+    x_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts, SHAPE: gl.constexpr, TILE: gl.constexpr
+):
+    """Groups of arguments, and SHAPE: operands.py; TILE: smem_plan.py."""
+    TOKENS: gl.constexpr = row_swizzle(4 * TILE.GROUPS, 8)
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 4 * BLOCK_T, 4 * GROUPS], row_swizzle(4 * GROUPS, 8))
-    w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
-    if has_strip(scales):
-        smem = (w_smem,)
-        strip = new_strip(num_rows, BLOCK_N, COLS, GROUPS, WARPGROUP=False)
-    else:
-        S_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        smem = (w_smem, gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], S_LAYOUT))
-        strip = 0
-    tile_ends = 0
-    if expert_ids_ptr is not None:
-        row_tiles = num_rows
-    elif expert_start_ptr is not None:
-        tile_ends, row_tiles = group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T)
-    else:
-        row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
-
-    tokens = gl.arange(0, 4 * BLOCK_T, gl.SliceLayout(1, copy_layout(4 * GROUPS, 8, W))) // 4
-    num_tiles = row_tiles * N_TILES
-    tile = find_tile(
-        gl.program_id(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
-    )
-    tile = uniform(tile)
-    ranges = exception_ranges(scales, tile, num_experts, N, K // 16, GATE, BLOCK_N)
-    sources = source_rows(tokens, gather_ptr, tile, num_sources)
-    held = first_scales(scales, clamped(tile, num_experts), ranges, N, K // 16, COLS, GATE, BLOCK_N)
-    if (gl.program_id(0) < num_tiles) & (tile[0] < num_experts):
-        start_copies(
-            x_ptr, w_ptr, scales, sources, tile, smem, x_smem,
-            N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES, BURST,
-        )  # fmt: skip
-    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        following = find_tile(
-            gl.minimum(index + gl.num_programs(0), num_tiles - 1), tile_ends, expert_start_ptr, expert_ids_ptr,
-            num_rows, num_experts, N_TILES, BLOCK_T,
-        )  # fmt: skip
-        following = uniform(following)
-        following_ranges = exception_ranges(scales, following, num_experts, N, K // 16, GATE, BLOCK_N)
-        following_sources = source_rows(tokens, gather_ptr, following, num_sources)
-        acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, mma_layout(W))
-        if tile[0] < num_experts:
-            acc = multiply(
-                acc, x_ptr, w_ptr, scales, sources, tile, ranges, held, smem, x_smem, strip,
-                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES, COLS, BURST,
-            )  # fmt: skip
+    tokens = gl.allocate_shared_memory(DTYPE, [TILE.STAGES, 4 * TILE.BLOCK_T, 4 * TILE.GROUPS], TOKENS)
+    ring = new_ring(tokens, TILE)
+    strip = 0
+    if TILE.STRIPS > 0:
+        strip = new_strips(num_rows, TILE)
+    tile_ends, row_tiles = count_tiles(all_experts(SHAPE), routing, num_rows, num_experts, BLOCK_T=TILE.BLOCK_T)
+    schedule = Schedule(routing, tile_ends, num_rows, num_sources, num_experts)
+    num_tiles = row_tiles * TILE.N_TILES
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    BLOCK_T: gl.constexpr = TILE.BLOCK_T
+    step = gl.num_programs(0)
+    work = plan_work(schedule, gl.program_id(0), weight, SHAPE, TILE)
+    work = with_scales(work, schedule, weight, SHAPE, TILE)
+    if (gl.program_id(0) < num_tiles) & (work.tile.expert < num_experts):
+        start_copies(ring, x_ptr, weight, work, SHAPE=SHAPE, TILE=TILE)
+    for index in range(gl.program_id(0), num_tiles, step):
+        following = plan_work(schedule, gl.minimum(index + step, num_tiles - 1), weight, SHAPE, TILE)
+        acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, mma_layout(gl.num_warps()))
+        if work.tile.expert < num_experts:
+            acc = multiply(acc, x_ptr, weight, work, ring, strip=strip, SHAPE=SHAPE, TILE=TILE)
         # Before this tile is stored, so that it is not memory that the next one's first products wait for.
-        held = first_scales(scales, clamped(following, num_experts), following_ranges, N, K // 16, COLS, GATE, BLOCK_N)
-        if (index + gl.num_programs(0) < num_tiles) & (following[0] < num_experts):
-            start_copies(
-                x_ptr, w_ptr, scales, following_sources, following, smem, x_smem,
-                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T, STAGES, BURST,
-            )  # fmt: skip
-        store_tile(
-            acc, tile, x_global_ptr, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
-            gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu, operand_shift(DTYPE),
-            N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW, ROUNDED,
-        )  # fmt: skip
-        tile = following
-        ranges = following_ranges
-        sources = following_sources
+        following = with_scales(following, schedule, weight, SHAPE, TILE)
+        if (index + step < num_tiles) & (following.tile.expert < num_experts):
+            start_copies(ring, x_ptr, weight, following, SHAPE=SHAPE, TILE=TILE)
+        store_tile(acc, work.tile, schedule, epilogue, operand_shift(DTYPE), SHAPE=SHAPE)
+        work = following

@@ -9,6 +9,8 @@ waited for, which compilers do not know: what is in flight is named in every wai
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.experimental.gluon.language as gl
@@ -19,35 +21,35 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ...device import cdiv
 from ...launching import bind
+from . import ptx
 from .epilogue import store_tile
+from .persistent import all_experts, nth_tile
 from .scale_strip import (
-    STRIP_LIMIT,
-    exception_ranges,
+    Slice,
+    exception_span,
     fill_strip,
+    first_lane_span,
     load_exceptions,
     load_rows,
-    load_scales,
-    new_strip,
+    load_slice,
+    new_strips,
     no_exceptions,
     patch_strip,
     store_rows,
     strip_pairs,
-    strip_stride,
 )
+from .schedule import Schedule, Tile, count_tiles, source_rows, with_weights
 from .unpack import (
     barrier,
     copy_layout,
     group_layout,
-    group_scales,
     load_async,
-    opaque_zero,
     operand_shift,
     powers,
     to_slots,
-    uniform,
     word_values,
 )
-from .weights import clamped, copy_weights, find_tile, group_tile_ends, has_strip, row_swizzle, source_rows
+from .weights import copy_weights, new_ring
 
 PERMUTE_BLOCK = 4096
 
@@ -73,6 +75,27 @@ def permute_tokens(x: torch.Tensor, groups: int) -> torch.Tensor:
     return out
 
 
+class Work(NamedTuple):
+    """A tile, and its activation rows as `copy_chunk` lays them out."""
+
+    tile: Any
+    sources: Any
+
+
+class Strips(NamedTuple):
+    """Shared addresses: of this tile's scales, and of the next one's, which may be the same."""
+
+    current: Any
+    following: Any
+
+
+class NextScales(NamedTuple):
+    """The next tile's scales, to be stored into its strip: a slice, and its rows if `holds_next_rows`, else 0."""
+
+    part: Any
+    rows: Any
+
+
 @gluon.constexpr_function
 def wgmma_layout(num_warps: int, block_t: int):
     """Sums [BLOCK_N, BLOCK_T] of warpgroups stacked along weight rows."""
@@ -92,76 +115,74 @@ def word_rows_layout(block_t: int, cols: int, num_warps: int):
 
 
 @gluon.jit
-def weight_operand(words, scales, WORD: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr, IS_FP16: gl.constexpr):
-    """The left operand [BLOCK_N, 8G] of the 4 products, one after the other, of one word of every group."""
-    BLOCK_N: gl.constexpr = words.shape[0]
-    w = word_values(words, scales, WORD, IS_FP16)
+def weight_operand(words, factors, WORD: gl.constexpr, MMA: gl.constexpr, IS_FP16: gl.constexpr):
+    """The left operand [ROWS, 8G] of the 4 products, one after the other, of one word of every group [ROWS, G]."""
+    ROWS: gl.constexpr = words.shape[0]
+    GROUPS: gl.constexpr = words.shape[1]
+    w = word_values(words, factors, WORD, IS_FP16)
     pairs = ()
     for i in gl.static_range(4):
-        pair = gl.join(to_slots(w[2 * i], BLOCK_N, GROUPS), to_slots(w[2 * i + 1], BLOCK_N, GROUPS))
+        pair = gl.join(to_slots(w[2 * i], ROWS, GROUPS), to_slots(w[2 * i + 1], ROWS, GROUPS))
         pairs = pairs + (pair,)  # noqa: RUF005 (Triton tuples do not unpack)
     left = gl.join(gl.join(pairs[0], pairs[1]), gl.join(pairs[2], pairs[3]))  # row, slot, half, product & 1, >> 1
-    left = left.permute([0, 4, 3, 1, 2]).reshape([BLOCK_N, 8 * GROUPS])
+    left = left.permute([0, 4, 3, 1, 2]).reshape([ROWS, 8 * GROUPS])
     return gl.convert_layout(left, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
-@gluon.constexpr_function
-def row_address(num_bytes: int) -> str:
-    """PTX: $0 <- the address of row $1 of those from $2 on, of `num_bytes` each. In PTX, as compilers would keep the
-    product of every row in two registers instead of its number in one."""
-    return f"mad.wide.s32 $0, $1, {num_bytes}, $2;"
-
-
 @gluon.jit
-def copy_chunk(
-    smem, w_ptr, scales, x_ptr, sources, x_value, tile, chunk, stage, N: gl.constexpr, K: gl.constexpr,
-    GATE: gl.constexpr, SWIZZLED: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
+def copy_chunk(ring, x_ptr, weight, work, chunk, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Start the copies of one K chunk of weights, scales and permuted activations into a stage of the ring."""
-    copy_weights(smem[1:], w_ptr, scales, tile, chunk, stage, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS)
-    ROW: gl.constexpr = (K + 16 * GROUPS - 1) // (16 * GROUPS) * (16 * GROUPS)
-    if PARTS == 1:
-        x_ptrs = x_ptr + sources.to(gl.int64)[:, None] * ROW + x_value + chunk * (16 * GROUPS)
+    copy_weights(ring, weight, work.tile, chunk, SHAPE=SHAPE, TILE=TILE)
+    DEPTH: gl.constexpr = 16 * TILE.GROUPS
+    ROW: gl.constexpr = (SHAPE.K + DEPTH - 1) // DEPTH * DEPTH
+    ROWS: gl.constexpr = work.sources.shape[0]
+    LAYOUT: gl.constexpr = work.sources.type.layout.parent
+    row = gl.arange(0, ROWS, work.sources.type.layout)
+    value = gl.arange(0, 8 * TILE.GROUPS, gl.SliceLayout(0, LAYOUT))
+    value = (row // (ROWS // 2) * (8 * TILE.GROUPS))[:, None] + value[None, :]
+    if TILE.PARTS == 1:
+        x_ptrs = x_ptr + work.sources.to(gl.int64)[:, None] * ROW + value + chunk * DEPTH
     else:
-        start = (x_ptr + chunk * (16 * GROUPS)).to(gl.int64)
-        rows = gl.inline_asm_elementwise(
-            row_address(ROW * 2), "=l,r,l", [sources, start], dtype=gl.int64, is_pure=True, pack=1
-        )
-        x_ptrs = gl.multiple_of(rows.to(x_ptr.dtype), 16)[:, None] + x_value
-    load_async(smem[0].index(stage).slice(0, x_ptrs.shape[0]), x_ptrs, mask=(sources >= 0)[:, None])
+        rows = ptx.row_address((x_ptr + chunk * DEPTH).to(gl.int64), work.sources, ROW * 2)
+        x_ptrs = gl.multiple_of(rows.to(x_ptr.dtype), 16)[:, None] + value
+    tokens = ring.tokens.index(chunk % TILE.STAGES).slice(0, ROWS)
+    load_async(tokens, x_ptrs, mask=(work.sources >= 0)[:, None])
+
+
+@gluon.constexpr_function
+def holds_next_rows(num_warps: int) -> bool:
+    """Whether registers hold the next tile's rows of scales while this one is multiplied."""
+    return num_warps > 4
 
 
 @gluon.jit
-def fill_next(
-    next_strip, scales, held, next_ranges, next_tile, N: gl.constexpr, C: gl.constexpr, GROUPS: gl.constexpr,
-    GATE: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def fill_next(strip, scales, following, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Store the next tile's scales, all at once; load them first where registers did not hold them."""
-    zero = opaque_zero() if len(held) == 0 else 0
-    loaded = held
-    if len(held) == 0:
-        loaded = load_rows(scales, next_tile, 0, N, C, C, GATE, BLOCK_N, zero)
-    if len(scales) == 4:
-        exceptions = load_exceptions(scales, next_ranges, zero, BLOCK_N, C)
-    store_rows(next_strip, scales, loaded, C, GROUPS, GATE, BLOCK_N, zero)
+    zero = 0
+    rows = following.rows
+    if not holds_next_rows(gl.num_warps()):
+        zero = ptx.opaque_zero()
+        rows = load_rows(scales, following.part, zero, SHAPE, TILE)
+    exceptions = load_exceptions(scales, following.part.exceptions, zero, SHAPE, TILE)
+    store_rows(strip, rows, zero, SHAPE, TILE)
     barrier()
-    if len(scales) == 4:
-        patch_strip(next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+    if SHAPE.COMPRESSED:
+        patch_strip(strip, scales, exceptions, following.part, SHAPE=SHAPE, TILE=TILE)
         barrier()
 
 
 @gluon.jit
-def load_part(
-    scales, smem, strip, chunk, stage, part, ROWS: gl.constexpr, GROUPS: gl.constexpr, C: gl.constexpr,
-    IS_FP16: gl.constexpr,
-):  # fmt: skip
-    """(words [ROWS, G], pairs of scales as operands [ROWS, G/2]) of a chunk and one part of a tile's rows."""
-    words = smem[1].index(stage).slice(part * ROWS, ROWS).load(group_layout(ROWS, GROUPS, gl.num_warps()))
-    if has_strip(scales):
-        pairs = strip_pairs(strip + part * (ROWS * strip_stride(C, GROUPS)), chunk, ROWS, GROUPS, C)
+def load_part(ring, strip, chunk, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """(codes [ROWS, G], pairs of scales as factors [ROWS, G/2]) of a chunk and one part of a tile's rows."""
+    ROWS: gl.constexpr = TILE.BLOCK_N // TILE.PARTS
+    GROUPS: gl.constexpr = TILE.GROUPS
+    stage = chunk % TILE.STAGES
+    words = ring.codes.index(stage).slice(part * ROWS, ROWS).load(group_layout(ROWS, GROUPS, gl.num_warps()))
+    if TILE.STRIPS > 0:
+        pairs = strip_pairs(strip + part * (ROWS * TILE.STRIDE), chunk, ROWS, TILE)
     else:
-        pairs = smem[2].index(stage).slice(part * ROWS, ROWS).load(group_layout(ROWS, GROUPS // 2, gl.num_warps()))
-    return words, group_scales(pairs, IS_FP16)
+        pairs = ring.scales.index(stage).slice(part * ROWS, ROWS).load(group_layout(ROWS, GROUPS // 2, gl.num_warps()))
+    return words, ptx.scale_factors(pairs, ring.tokens.dtype == gl.float16)
 
 
 @gluon.jit
@@ -174,64 +195,48 @@ def replaced(values, index: gl.constexpr, value):
 
 
 @gluon.jit
-def multiply(
-    sums, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, held, next_ranges, next_tile,
-    N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TWO_STRIPS: gl.constexpr,
-):  # fmt: skip
+def multiply(sums, x_ptr, weight, work, ring, strips, following, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Unscaled sums of one tile, part by part. A word is unpacked while the products of the one before it run.
 
     Scales of the next tile that have a strip are stored on the way, if there are two strips, or else at the end."""
-    C: gl.constexpr = K // 16
+    PARTS: gl.constexpr = TILE.PARTS
     ROWS: gl.constexpr = sums[0].shape[0]
-    PARTS: gl.constexpr = len(sums)
     BLOCK_T: gl.constexpr = sums[0].shape[1]
     MMA: gl.constexpr = sums[0].type.layout
-    NUM_CHUNKS: gl.constexpr = (C + GROUPS - 1) // GROUPS
-    IS_FP16: gl.constexpr = smem[0].dtype == gl.float16
-    X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
-    row = gl.arange(0, 2 * BLOCK_T, gl.SliceLayout(1, X_COPY))
-    x_value = (row // BLOCK_T * (8 * GROUPS))[:, None] + gl.arange(0, 8 * GROUPS, gl.SliceLayout(0, X_COPY))[None, :]
+    STAGES: gl.constexpr = TILE.STAGES
+    CHUNKS: gl.constexpr = (SHAPE.C + TILE.GROUPS - 1) // TILE.GROUPS
+    IS_FP16: gl.constexpr = ring.tokens.dtype == gl.float16
     for chunk in gl.static_range(STAGES - 1):
-        if chunk < NUM_CHUNKS:
-            copy_chunk(
-                smem, w_ptr, scales, x_ptr, sources, x_value, tile, chunk, chunk,
-                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, PARTS,
-            )  # fmt: skip
+        if chunk < CHUNKS:
+            copy_chunk(ring, x_ptr, weight, work, chunk, SHAPE=SHAPE, TILE=TILE)
         async_copy.commit_group()
-    busy = gl.zeros([ROWS, 8 * GROUPS], smem[0].dtype, gl.DotOperandLayout(0, MMA, 2))
-    if len(scales) == 4:
-        exceptions = no_exceptions(BLOCK_N, C)
-    for chunk in range(NUM_CHUNKS):
+    busy = gl.zeros([ROWS, 8 * TILE.GROUPS], ring.tokens.dtype, gl.DotOperandLayout(0, MMA, 2))
+    exceptions = no_exceptions(SHAPE, TILE)
+    for chunk in range(CHUNKS):
         async_copy.wait_group(STAGES - 2)
         hopper.fence_async_shared()
-        stage = chunk % STAGES
         for part in gl.static_range(PARTS):
-            words, factors = load_part(scales, smem, strip, chunk, stage, part, ROWS, GROUPS, C, IS_FP16)
+            words, factors = load_part(ring, strips.current, chunk, part, SHAPE=SHAPE, TILE=TILE)
             for word in gl.static_range(2):
-                left = weight_operand(words, factors, word, GROUPS, MMA, IS_FP16)
-                right = smem[0].index(stage).slice(word * BLOCK_T, BLOCK_T).permute([1, 0])
+                left = weight_operand(words, factors, word, MMA, IS_FP16)
+                right = ring.tokens.index(chunk % STAGES).slice(word * BLOCK_T, BLOCK_T).permute([1, 0])
                 sums = replaced(sums, part, hopper.warpgroup_mma(left, right, sums[part], is_async=True))
                 if part == 0 and word == 1:
                     barrier()  # every warp has waited for the last chunk's products: its stage is free
                     ahead = chunk + STAGES - 1
-                    if NUM_CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
-                        if ahead < NUM_CHUNKS:
-                            copy_chunk(
-                                smem, w_ptr, scales, x_ptr, sources, x_value, tile, ahead, ahead % STAGES,
-                                N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, PARTS,
-                            )  # fmt: skip
+                    if CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+                        if ahead < CHUNKS:
+                            copy_chunk(ring, x_ptr, weight, work, ahead, SHAPE=SHAPE, TILE=TILE)
                     async_copy.commit_group()
-                    if TWO_STRIPS and has_strip(scales):  # each step between two chunks' barriers
-                        if chunk == NUM_CHUNKS - 2:
-                            store_rows(next_strip, scales, held, C, GROUPS, GATE, BLOCK_N)
-                            if len(scales) == 4:
-                                exceptions = load_exceptions(scales, next_ranges, 0, BLOCK_N, C)
-                        if len(scales) == 4:  # alone: not known with the other  # noqa: SIM102
-                            if chunk == NUM_CHUNKS - 1:
+                    if TILE.STRIPS == 2:  # each step between two chunks' barriers
+                        if chunk == CHUNKS - 2:
+                            store_rows(strips.following, following.rows, 0, SHAPE, TILE)
+                            if SHAPE.COMPRESSED:
+                                exceptions = load_exceptions(weight.scales, following.part.exceptions, 0, SHAPE, TILE)
+                        if SHAPE.COMPRESSED:  # alone: not known with the other  # noqa: SIM102
+                            if chunk == CHUNKS - 1:
                                 patch_strip(
-                                    next_strip, scales, exceptions, next_ranges, next_tile[3], 0, N, C, C, GROUPS, GATE,
-                                    BLOCK_N,
+                                    strips.following, weight.scales, exceptions, following.part, SHAPE=SHAPE, TILE=TILE
                                 )  # fmt: skip
                 # What products in flight read and write keeps its registers until it is waited for.
                 waited = hopper.warpgroup_mma_wait(1, deps=sums + (busy,))  # noqa: RUF005
@@ -240,121 +245,97 @@ def multiply(
     waited = hopper.warpgroup_mma_wait(0, deps=sums + (busy,))  # noqa: RUF005
     sums = waited[:PARTS]
     barrier()  # the next tile's copies overwrite what the other warpgroup's products read
-    if not TWO_STRIPS and has_strip(scales):
-        fill_next(next_strip, scales, held, next_ranges, next_tile, N, C, GROUPS, GATE, BLOCK_N)
+    if TILE.STRIPS == 1:
+        fill_next(strips.following, weight.scales, following, SHAPE, TILE)
     return sums
 
 
 @gluon.jit
+def tile_sources(schedule, tile, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr):
+    """The activation rows of a tile, twice: of each of a group's words."""
+    WORD_ROWS: gl.constexpr = word_rows_layout(BLOCK_T, 8 * GROUPS, gl.num_warps())
+    COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
+    sources = source_rows(schedule, tile, gl.arange(0, BLOCK_T, gl.SliceLayout(0, WORD_ROWS)))
+    sources = gl.full([2, BLOCK_T], 0, gl.int32, WORD_ROWS) + sources[None, :]
+    return gl.convert_layout(sources.reshape([2 * BLOCK_T]), gl.SliceLayout(1, COPY), assert_trivial=True)
+
+
+@gluon.jit
 def tile_sums(
-    x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip, held, next_ranges,
-    next_tile, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, SWIZZLED: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
-    TWO_STRIPS: gl.constexpr, PARTS: gl.constexpr,
+    x_ptr, weight, schedule, tile, ring, strips, following,
+    BLOCK_T: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Unscaled sums of `tile`, [BLOCK_N / PARTS, BLOCK_T] for each part of its rows."""
-    ROWS: gl.constexpr = BLOCK_N // PARTS
+    ROWS: gl.constexpr = TILE.BLOCK_N // TILE.PARTS
+    PARTS: gl.constexpr = TILE.PARTS
     sums = ()
     for _ in gl.static_range(PARTS):
         sums = sums + (gl.zeros([ROWS, BLOCK_T], gl.float32, wgmma_layout(gl.num_warps(), BLOCK_T)),)  # noqa: RUF005
-    if tile[0] < num_experts:
-        WORD_ROWS: gl.constexpr = word_rows_layout(BLOCK_T, 8 * GROUPS, gl.num_warps())
-        tokens = gl.arange(0, BLOCK_T, gl.SliceLayout(0, WORD_ROWS))
-        sources = source_rows(tokens, gather_ptr, tile, num_sources)
-        sources = gl.full([2, BLOCK_T], 0, gl.int32, WORD_ROWS) + sources[None, :]
-        X_COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
-        sources = gl.convert_layout(sources.reshape([2 * BLOCK_T]), gl.SliceLayout(1, X_COPY), assert_trivial=True)
-        sums = multiply(
-            sums, x_ptr, w_ptr, scales, sources, tile, smem, strip, next_strip, held, next_ranges, next_tile,
-            N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, STAGES, TWO_STRIPS,
-        )  # fmt: skip
-    elif has_strip(scales):
+    if tile.expert < schedule.num_experts:
+        work = Work(tile, tile_sources(schedule, tile, BLOCK_T, TILE.GROUPS))
+        sums = multiply(sums, x_ptr, weight, work, ring, strips=strips, following=following, SHAPE=SHAPE, TILE=TILE)
+    elif TILE.STRIPS > 0:
         barrier()
-        fill_next(next_strip, scales, held, next_ranges, next_tile, N, K // 16, GROUPS, GATE, BLOCK_N)
+        fill_next(strips.following, weight.scales, following, SHAPE, TILE)
     return sums
+
+
+@gluon.jit
+def plan_slice(schedule, tile, scales, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """All of a tile's scales; of others in place of those of no expert."""
+    tile = with_weights(tile, schedule)
+    exceptions = exception_span(scales, tile, schedule.num_experts, SHAPE, TILE)
+    if SHAPE.COMPRESSED:
+        exceptions = first_lane_span(exceptions)
+    return Slice(tile, exceptions, 0)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
 def nvfp4_wgmma_kernel(
-    x_ptr, x_global_ptr, w_ptr, scales, w_global_ptr, out_ptr, out_scales_ptr, out_global_ptr,
-    expert_start_ptr, expert_ids_ptr, gather_ptr, scatter_ptr, num_rows, num_sources, num_experts, strides, swiglu,
-    N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr, HAS_LIMIT: gl.constexpr, SWIZZLED: gl.constexpr,
-    X_GLOBAL_PER_ROW: gl.constexpr, ROUNDED: gl.constexpr, BLOCK_E: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    x_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts, SHAPE: gl.constexpr, TILE: gl.constexpr
+):
     """As `nvfp4_gemm_kernel`, on permuted activations. A tile of few rows is multiplied as one of BLOCK_T / 4.
 
     Of scales that have a strip, the next tile's are loaded before this tile is multiplied, and stored meanwhile; by 4
     warps, which share a multiprocessor with 4 others and have neither the registers nor a second strip, afterwards.
     """
-    C: gl.constexpr = K // 16
-    OUT_N: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    N_TILES: gl.constexpr = (N + OUT_N - 1) // OUT_N
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
-    HAS_STRIP: gl.constexpr = has_strip(scales)
-    ROWS: gl.constexpr = 16 * gl.num_warps()  # at least what all warps multiply at once
-    PARTS: gl.constexpr = BLOCK_N // ROWS if BLOCK_T > 64 else 1  # more rows of so many tokens, and registers run out
-    STRIP: gl.constexpr = BLOCK_N * strip_stride(C, GROUPS)
-    TWO_STRIPS: gl.constexpr = 2 * STRIP <= STRIP_LIMIT and C > GROUPS and gl.num_warps() > 4
-    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 2 * BLOCK_T, 8 * GROUPS], gl.NVMMASharedLayout(128, 16, 2))
-    w_smem = gl.allocate_shared_memory(gl.int64, [STAGES, BLOCK_N, GROUPS], row_swizzle(GROUPS, 2))
-    if HAS_STRIP:
-        smem = (x_smem, w_smem)
-        strip = new_strip(num_rows, 2 * BLOCK_N if TWO_STRIPS else BLOCK_N, C, GROUPS, WARPGROUP=True)
-        next_strip = strip + STRIP if TWO_STRIPS else strip
-    else:
-        S_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        smem = (x_smem, w_smem, gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, GROUPS // 2], S_LAYOUT))
-        strip = 0
-        next_strip = 0
-    tile_ends = 0
-    if expert_start_ptr is not None:
-        tile_ends, row_tiles = group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E, BLOCK_T)
-    else:
-        row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
-
-    pid = gl.program_id(0)
-    tile = uniform(find_tile(pid, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T))
-    if HAS_STRIP:
-        first = clamped(tile, num_experts)
-        ranges = exception_ranges(scales, first, num_experts, N, C, GATE, BLOCK_N)
-        loaded = load_scales(scales, first, ranges, 0, N, C, C, GATE, BLOCK_N)
-        fill_strip(strip, scales, loaded, ranges, first[3], 0, N, C, C, GROUPS, GATE, BLOCK_N)
+    BLOCK_T: gl.constexpr = TILE.BLOCK_T
+    PARTS: gl.constexpr = TILE.PARTS
+    TOKENS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    scales = weight.scales
+    ring = new_ring(gl.allocate_shared_memory(DTYPE, [TILE.STAGES, 2 * BLOCK_T, 8 * TILE.GROUPS], TOKENS), TILE)
+    tile_ends, row_tiles = count_tiles(all_experts(SHAPE), routing, num_rows, num_experts, BLOCK_T=TILE.BLOCK_T)
+    schedule = Schedule(routing, tile_ends, num_rows, num_sources, num_experts)
+    tile = nth_tile(schedule, gl.program_id(0), SHAPE, TILE)
+    strips = Strips(0, 0)
+    if TILE.STRIPS > 0:
+        strip = new_strips(num_rows, TILE)
+        strips = Strips(strip, strip + (TILE.STRIPS - 1) * (TILE.BLOCK_N * TILE.STRIDE))
+        part = plan_slice(schedule, tile, scales, SHAPE, TILE)
+        fill_strip(strip, scales, load_slice(scales, part, SHAPE, TILE), part, SHAPE=SHAPE, TILE=TILE)
         barrier()
-    for index in range(pid, row_tiles * N_TILES, gl.num_programs(0)):
-        following = tile
-        source = tile
-        next_ranges = ()
-        held = ()
-        if HAS_STRIP:
-            following = find_tile(
-                index + gl.num_programs(0), tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts,
-                N_TILES, BLOCK_T,
-            )  # fmt: skip
-            following = uniform(following)
-            source = clamped(following, num_experts)
-            next_ranges = uniform(exception_ranges(scales, source, num_experts, N, C, GATE, BLOCK_N))
-            if gl.num_warps() > 4:
-                held = load_rows(scales, source, 0, N, C, C, GATE, BLOCK_N)
+    for index in range(gl.program_id(0), row_tiles * TILE.N_TILES, gl.num_programs(0)):
+        next_tile = tile
+        following = NextScales(0, 0)
+        if TILE.STRIPS > 0:
+            next_tile = nth_tile(schedule, index + gl.num_programs(0), SHAPE, TILE)
+            part = plan_slice(schedule, next_tile, scales, SHAPE, TILE)
+            rows = 0
+            if holds_next_rows(gl.num_warps()):
+                rows = load_rows(scales, part, 0, SHAPE, TILE)
+            following = NextScales(part, rows)
         else:
-            tile = find_tile(
-                index, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts, N_TILES, BLOCK_T
-            )
-            tile = uniform(tile)
-        is_small = tile[2] - tile[1] <= BLOCK_T // 4
-        for part in gl.static_range(1, 5, 3):
-            if is_small == (part == 4):
+            tile = nth_tile(schedule, index, SHAPE, TILE)
+        is_small = tile.end - tile.first <= BLOCK_T // 4
+        for divisor in gl.static_range(1, 5, 3):
+            if is_small == (divisor == 4):
                 sums = tile_sums(
-                    x_ptr, w_ptr, scales, gather_ptr, tile, num_sources, num_experts, smem, strip, next_strip,
-                    held, next_ranges, source, N, K, GATE, SWIZZLED, BLOCK_N, GROUPS, BLOCK_T // part,
-                    STAGES, TWO_STRIPS, PARTS,
+                    x_ptr, weight, schedule, tile, ring, strips=strips, following=following,
+                    BLOCK_T=BLOCK_T // divisor, SHAPE=SHAPE, TILE=TILE,
                 )  # fmt: skip
                 for i in gl.static_range(PARTS):
-                    store_tile(
-                        sums[i], (tile[0], tile[1], tile[2], tile[3] * PARTS + i), x_global_ptr, w_global_ptr,
-                        out_ptr, out_scales_ptr, out_global_ptr, gather_ptr, scatter_ptr, num_rows, num_sources,
-                        num_experts, strides, swiglu, operand_shift(DTYPE), N, GATE, HAS_LIMIT, X_GLOBAL_PER_ROW,
-                        ROUNDED,
-                    )  # fmt: skip
-        tile = following
-        strip, next_strip = next_strip, strip
+                    part_tile = Tile(tile.expert, tile.first, tile.end, tile.n_tile * PARTS + i)
+                    store_tile(sums[i], part_tile, schedule, epilogue, operand_shift(DTYPE), SHAPE=SHAPE)
+        tile = next_tile
+        strips = Strips(strips.following, strips.current)

@@ -19,90 +19,16 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import ampere
 
+from . import ptx
+
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_async = getattr(ampere.async_copy, "async_load", ampere.async_copy.async_copy_global_to_shared)
-
-
-def _spread_codes(word: int, odd_group: int, is_fp16: bool) -> str:
-    """PTX: $0..$7 <- the 8 values of 32-bit word `word` of the group in $8 (64 bits), scaled by half `odd_group` of $9.
-
-    One `and` isolates codes p and p + 4, one multiply-add (off the ALU pipe) puts sign and magnitude in place. The
-    scale in both halves of `s` is no instruction: multiplications choose halves of their operands.
-    """
-    lines = ["{", ".reg .b32 w<2>, t, u, v, z, s;", ".reg .b16 h<2>;", "mov.b64 {w0, w1}, $8;"]
-    lines += ["mov.b32 z, 0x80008000;", "mov.b32 {h0, h1}, $9;", f"mov.b32 s, {{h{odd_group}, h{odd_group}}};"]
-    lines.append(f"shr.u32 t, w{word}, 8;")
-    for product in range(4):
-        source, odd = ("t" if product >= 2 else f"w{word}"), product % 2
-        if is_fp16:
-            magnitude, sign = (0x00700070, 0x00800080) if odd else (0x00070007, 0x00080008)
-            to_magnitude, to_sign = (0x20, 0x100) if odd else (0x200, 0x1000)
-            lines += [
-                f"and.b32 u, {source}, {magnitude:#x};",
-                f"mul.lo.u32 u, u, {to_magnitude:#x};",
-                f"and.b32 v, {source}, {sign:#x};",
-                f"mad.lo.u32 u, v, {to_sign:#x}, u;",
-                "mul.rn.f16x2 u, u, s;",
-            ]
-        else:
-            codes, to_both = (0x00F000F0, 0x104) if odd else (0x000F000F, 0x1040)
-            lines += [
-                f"and.b32 u, {source}, {codes:#x};",
-                f"mul.lo.u32 u, u, {to_both:#x};",
-                "and.b32 u, u, 0x81C081C0;",
-                "fma.rn.bf16x2 u, u, s, z;",
-            ]
-        lines.append(f"mov.b32 {{${2 * product}, ${2 * product + 1}}}, u;")
-    return "\n".join([*lines, "}"])
-
-
-SPREAD_BF16 = gl.constexpr([_spread_codes(word, odd, is_fp16=False) for word in range(2) for odd in range(2)])
-SPREAD_FP16 = gl.constexpr([_spread_codes(word, odd, is_fp16=True) for word in range(2) for odd in range(2)])
-SPREAD_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",l,r")
-
-# $0 <- the two scale bytes in $1 as a pair of operands.
-SCALES_BF16 = gl.constexpr("""{
-.reg .b16 h<2>; .reg .b32 p, k, z; .reg .f32 f<2>;
-cvt.rn.f16x2.e4m3x2 p, $1;
-mov.b32 {h0, h1}, p;
-cvt.f32.f16 f0, h0;
-cvt.f32.f16 f1, h1;
-cvt.rn.bf16x2.f32 p, f1, f0;
-mov.b32 k, 0x7B007B00;
-mov.b32 z, 0x80008000;
-fma.rn.bf16x2 $0, p, k, z;
-}""")
-SCALES_FP16 = gl.constexpr("cvt.rn.f16x2.e4m3x2 $0, $1;")
 
 
 @gluon.constexpr_function
 def operand_shift(dtype) -> float:
     """What the sums of operands of `dtype` are multiplied by."""
     return 2.0**14 if dtype == gl.float16 else 2.0**7
-
-
-FIRST_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
-
-
-@gluon.jit
-def uniform(values):
-    """int32 scalars, a tuple of them, which every lane has: now compilers know, and need one register a warp, not one
-    a lane."""
-    out = ()
-    for i in gl.static_range(len(values)):
-        value = gl.inline_asm_elementwise(FIRST_LANE, "=r,r", [values[i]], dtype=gl.int32, is_pure=True, pack=1)
-        out = out + (value,)  # noqa: RUF005 (Triton tuples do not unpack)
-    return out
-
-
-ZERO = gl.constexpr("mov.u32 $0, 0; // $1")
-
-
-@gluon.jit
-def opaque_zero():
-    """0, which compilers do not know: what it is added to they compute where it is needed, not before the loop over
-    tiles, through which it would take registers."""
-    return gl.inline_asm_elementwise(ZERO, "=r,r", [gl.num_programs(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -170,37 +96,16 @@ def token_operand(pairs, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.co
 
 
 @gluon.jit
-def group_scales(scale_pairs, IS_FP16: gl.constexpr):
-    """Scale bytes of pairs of groups, int16 [BLOCK_N, G/2], as pairs of operands, int32 [BLOCK_N, G/2]."""
-    decode: gl.constexpr = SCALES_FP16 if IS_FP16 else SCALES_BF16
-    return gl.inline_asm_elementwise(decode, "=r,h", [scale_pairs], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def spread(words, scales, WORD: gl.constexpr, ODD: gl.constexpr, IS_FP16: gl.constexpr):
-    """The 8 scaled values of word `WORD` of the even or the odd groups, from all words of those, [BLOCK_N, G/2]."""
-    if IS_FP16:
-        return gl.inline_asm_elementwise(
-            SPREAD_FP16[2 * WORD + ODD], SPREAD_REGISTERS, [words, scales], dtype=(gl.float16,) * 8, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            SPREAD_BF16[2 * WORD + ODD], SPREAD_REGISTERS, [words, scales], dtype=(gl.bfloat16,) * 8, is_pure=True,
-            pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def word_values(words, scales, WORD: gl.constexpr, IS_FP16: gl.constexpr):
-    """The 8 scaled values of word `WORD` of every group, as 8 tensors [BLOCK_N, G]."""
+def word_values(words, factors, WORD: gl.constexpr, IS_FP16: gl.constexpr):
+    """The 8 scaled values of word `WORD` of every group [BLOCK_N, G], as 8 such tensors; `factors`: of pairs of groups,
+    int32 [BLOCK_N, G/2]."""
     BLOCK_N: gl.constexpr = words.shape[0]
     GROUPS: gl.constexpr = words.shape[1]
     PAIRS: gl.constexpr = group_layout(BLOCK_N, GROUPS // 2, gl.num_warps())
     GROUP: gl.constexpr = group_layout(BLOCK_N, GROUPS, gl.num_warps())
     even, odd = gl.split(words.reshape([BLOCK_N, GROUPS // 2, 2]))
-    even = spread(gl.convert_layout(even, PAIRS, assert_trivial=True), scales, WORD, 0, IS_FP16)
-    odd = spread(gl.convert_layout(odd, PAIRS, assert_trivial=True), scales, WORD, 1, IS_FP16)
+    even = ptx.unpack_word(gl.convert_layout(even, PAIRS, assert_trivial=True), factors, WORD, 0, IS_FP16)
+    odd = ptx.unpack_word(gl.convert_layout(odd, PAIRS, assert_trivial=True), factors, WORD, 1, IS_FP16)
     values = ()
     for i in gl.static_range(8):
         both = gl.join(even[i], odd[i]).reshape([BLOCK_N, GROUPS])

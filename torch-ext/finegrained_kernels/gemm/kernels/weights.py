@@ -1,80 +1,41 @@
-"""What the tensor-core GEMMs share: which tile is next, and the ring of shared memory that its chunks arrive in.
-
-Every program walks tiles pid, pid + programs, ..; tiles of one row tile are neighbours.
-Rows of no expert form one more group, of an expert with no weights.
-"""
+"""The ring of shared memory that chunks of weights arrive in, and of scales where they come with the weights."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from ...swizzle_triton import swizzled_offset
 from .unpack import copy_layout, load_async
 
 
-@gluon.jit
-def add(a, b):
-    return a + b
+class Ring(NamedTuple):
+    """STAGES chunks: activations as each kernel lays them out, codes, and pairs of scale bytes, or 0 if they have a
+    strip."""
+
+    tokens: Any
+    codes: Any
+    scales: Any
 
 
 @gluon.jit
-def group_tile_ends(expert_start_ptr, num_rows, num_experts, BLOCK_E: gl.constexpr, BLOCK_T: gl.constexpr):
-    """(row tiles up to and including every expert [BLOCK_E], all row tiles: also those of the rows of none)."""
-    offs = gl.arange(0, BLOCK_E, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    start = gl.load(expert_start_ptr + offs, mask=offs < num_experts, other=0)
-    end = gl.load(expert_start_ptr + offs + 1, mask=offs < num_experts, other=0)
-    tile_ends = gl.associative_scan((gl.maximum(end - start, 0) + BLOCK_T - 1) // BLOCK_T, 0, add)
-    of_none = gl.maximum(num_rows - gl.load(expert_start_ptr + num_experts), 0)
-    return tile_ends, gl.max(tile_ends, axis=0) + (of_none + BLOCK_T - 1) // BLOCK_T
-
-
-@gluon.jit
-def find_tile(
-    index, tile_ends, expert_start_ptr, expert_ids_ptr, num_rows, num_experts,
-    N_TILES: gl.constexpr, BLOCK_T: gl.constexpr,
-):  # fmt: skip
-    """(expert, first row, end row, n_tile) of a tile. An expert id that no expert has becomes `num_experts`."""
-    row_tile = index // N_TILES
-    if expert_ids_ptr is not None:
-        expert = gl.load(expert_ids_ptr + row_tile)  # int32 or int64: compared before it is narrowed
-        expert = gl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(gl.int32)
-        first = row_tile
-        end = row_tile + 1
-    elif expert_start_ptr is not None:
-        experts = gl.arange(1, 1 + tile_ends.shape[0], tile_ends.type.layout)
-        before = tile_ends <= row_tile
-        expert = gl.minimum(gl.max(gl.where(before, experts, 0), axis=0), num_experts)
-        first_tile = gl.max(gl.where(before, tile_ends, 0), axis=0)
-        first = gl.load(expert_start_ptr + expert) + (row_tile - first_tile) * BLOCK_T
-        end = gl.load(expert_start_ptr + expert + 1, mask=expert < num_experts, other=num_rows)
-    else:
-        expert = index * 0
-        first = row_tile * BLOCK_T
-        end = num_rows
-    return expert, first, end, index % N_TILES
-
-
-@gluon.jit
-def clamped(tile, num_experts):
-    """A tile whose weights exist, where `tile` may be one of no expert."""
-    return gl.minimum(tile[0], num_experts - 1), tile[1], tile[2], tile[3]
-
-
-@gluon.jit
-def source_rows(tokens, gather_ptr, tile, num_sources):
-    """The activation row of `tokens` (counted from a tile's first row); -1 where there is none."""
-    _, first, end, _ = tile
-    rows = first + tokens
-    ok = rows < end
-    if gather_ptr is not None:
-        rows = gl.load(gather_ptr + rows, mask=ok, other=-1)
-    return gl.where(ok & (rows >= 0) & (rows < num_sources), rows, -1).to(gl.int32)
+def new_ring(tokens, TILE: gl.constexpr):
+    """`tokens`: shared memory of the activations."""
+    CODES: gl.constexpr = row_swizzle(TILE.GROUPS, 2)
+    codes = gl.allocate_shared_memory(gl.int64, [TILE.STAGES, TILE.BLOCK_N, TILE.GROUPS], CODES)
+    scales = 0
+    if TILE.STRIPS == 0:
+        PAIRS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        scales = gl.allocate_shared_memory(gl.int16, [TILE.STAGES, TILE.BLOCK_N, TILE.GROUPS // 2], PAIRS)
+    return Ring(tokens, codes, scales)
 
 
 @gluon.constexpr_function
-def scale_vector(C: int, GROUPS: int, SWIZZLED: bool) -> int:
+def scale_vector(columns: int, groups: int, swizzled: bool) -> int:
     """Pairs of scale bytes that lie together, aligned, in every row; one copy takes 4 to 16 bytes."""
-    return 2 if SWIZZLED else min(8, GROUPS // 2, (C & -C) // 2)
+    return 2 if swizzled else min(8, groups // 2, (columns & -columns) // 2)
 
 
 @gluon.constexpr_function
@@ -85,80 +46,64 @@ def row_swizzle(cols: int, vector: int):
 
 
 @gluon.jit
-def tile_row(rows, GATE: gl.constexpr):
-    """(row of its half, half) of rows of a tile: with GATE, 8 rows of gate alternate with their 8 rows of up."""
-    if GATE:
+def tile_row(rows, TILE: gl.constexpr):
+    """(row of its half, half) of rows of a tile: with a gate, 8 of its rows alternate with their 8 rows of up."""
+    if TILE.HALVES == 2:
         return rows // 16 * 8 + rows % 8, rows // 8 % 2
     else:
         return rows, 0
 
 
 @gluon.jit
-def copy_rows(
-    destination, source_ptr, columns, step, tile, N: gl.constexpr, ROW: gl.constexpr, GATE: gl.constexpr,
-    BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+def copy_rows(destination, source_ptr, columns, step, tile, ROW: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Start the copy of columns `step + columns` of a tile's rows of [experts, N or 2N, ROW]; zeros past its end.
 
     Offsets are 64-bit from the start, so that what is constant in them becomes part of the instruction.
     """
-    expert, _, _, n_tile = tile
-    HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    HALVES: gl.constexpr = 2 if GATE else 1
-    row, half = tile_row(gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), GATE)
-    mask = (n_tile * HALF + row < N)[:, None] if N % HALF != 0 else (row >= 0)[:, None]
+    LAYOUT: gl.constexpr = columns.type.layout.parent
+    row, half = tile_row(gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(1, LAYOUT)), TILE)
+    mask = (tile.n_tile * TILE.HALF + row < SHAPE.N)[:, None] if SHAPE.N % TILE.HALF != 0 else (row >= 0)[:, None]
     if ROW % columns.shape[0] != 0:
         mask = mask & (step + columns < ROW)[None, :]
-    start_ptr = source_ptr + (expert.to(gl.int64) * (HALVES * N * ROW) + n_tile * (HALF * ROW) + step)
-    offsets = (half * N + row).to(gl.int64)[:, None] * ROW + columns.to(gl.int64)[None, :]
+    first = tile.expert.to(gl.int64) * (TILE.HALVES * SHAPE.N * ROW) + tile.n_tile * (TILE.HALF * ROW)
+    start_ptr = source_ptr + (first + step)
+    offsets = (half * SHAPE.N + row).to(gl.int64)[:, None] * ROW + columns.to(gl.int64)[None, :]
     load_async(destination, start_ptr + offsets, mask=mask)
 
 
 @gluon.jit
-def copy_swizzled_scales(
-    destination, scales_ptr, chunk, tile, N: gl.constexpr, C: gl.constexpr, GATE: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The same for a chunk of scale pairs in the form of swizzle.py."""
-    expert, _, _, n_tile = tile
-    HALF: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    COL_TILES: gl.constexpr = (C + 3) // 4
-    PLANE: gl.constexpr = ((2 * N if GATE else N) + 127) // 128 * COL_TILES * 256
-    row, half = tile_row(gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT)), GATE)
-    row = n_tile * HALF + row
-    pair = gl.arange(0, GROUPS // 2, gl.SliceLayout(0, LAYOUT))
-    mask = (row < N)[:, None]
-    if C % GROUPS != 0:
-        mask = mask & (pair < (C - chunk * GROUPS) // 2)[None, :]
-    row = half * N + row
-    offsets = (row // 128 * (COL_TILES * 256) + row % 32 * 8 + row % 128 // 32 * 2)[:, None]
-    offsets += (pair // 2 * 256 + pair % 2)[None, :]
-    base = expert.to(gl.int64) * PLANE + chunk * (GROUPS // 4 * 256)
+def copy_swizzled_scales(destination, scales_ptr, pairs, chunk, tile, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """The same for `pairs` of scale bytes of a chunk, of swizzled planes."""
+    LAYOUT: gl.constexpr = pairs.type.layout.parent
+    COL_TILES: gl.constexpr = (SHAPE.C + 3) // 4
+    PLANE: gl.constexpr = (TILE.HALVES * SHAPE.N + 127) // 128 * COL_TILES * 256
+    row, half = tile_row(gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(1, LAYOUT)), TILE)
+    row = tile.n_tile * TILE.HALF + row
+    mask = (row < SHAPE.N)[:, None]
+    if SHAPE.C % TILE.GROUPS != 0:
+        mask = mask & (pairs < (SHAPE.C - chunk * TILE.GROUPS) // 2)[None, :]
+    offsets = swizzled_offset((half * SHAPE.N + row)[:, None], pairs[None, :], COL_TILES, UNIT=2)
+    base = tile.expert.to(gl.int64) * PLANE + chunk * (TILE.GROUPS // 4 * 256)
     load_async(destination, scales_ptr + base + offsets, mask=mask)
 
 
-@gluon.constexpr_function
-def has_strip(scales) -> bool:
-    """Whether scales come to a strip of their own (scale_strip.py), and not through the ring."""
-    return len(scales) == 4 or scales[0].dtype.element_ty != gl.int16
-
-
 @gluon.jit
-def copy_weights(
-    smem, w_ptr, scales, tile, chunk, stage, N: gl.constexpr, K: gl.constexpr, GATE: gl.constexpr,
-    SWIZZLED: gl.constexpr, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of a K chunk of weights, and of scales unless they have a strip, into a stage of the ring."""
-    C: gl.constexpr = K // 16
-    W_COPY: gl.constexpr = copy_layout(GROUPS, 2, gl.num_warps())
-    groups = gl.arange(0, GROUPS, gl.SliceLayout(0, W_COPY))
-    copy_rows(smem[0].index(stage), w_ptr, groups, chunk * GROUPS, tile, N, C, GATE, BLOCK_N, W_COPY)
-    if not has_strip(scales):
-        S_COPY: gl.constexpr = copy_layout(GROUPS // 2, scale_vector(C, GROUPS, SWIZZLED), gl.num_warps())
-        pairs = gl.arange(0, GROUPS // 2, gl.SliceLayout(0, S_COPY))
-        destination = smem[1].index(stage)
-        if SWIZZLED:
-            copy_swizzled_scales(destination, scales[0], chunk, tile, N, C, GATE, BLOCK_N, GROUPS, S_COPY)
+def copy_weights(ring, weight, tile, chunk, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """Start the copies of a K chunk of codes, and of scales unless they have a strip, into the chunk's stage of the
+    ring."""
+    C: gl.constexpr = SHAPE.C
+    CODES: gl.constexpr = copy_layout(TILE.GROUPS, 2, gl.num_warps())
+    groups = gl.arange(0, TILE.GROUPS, gl.SliceLayout(0, CODES))
+    codes = ring.codes.index(chunk % TILE.STAGES)
+    copy_rows(codes, weight.codes, groups, chunk * TILE.GROUPS, tile, ROW=C, SHAPE=SHAPE, TILE=TILE)
+    if TILE.STRIPS == 0:
+        PAIRS: gl.constexpr = copy_layout(
+            TILE.GROUPS // 2, scale_vector(C, TILE.GROUPS, SHAPE.SWIZZLED), gl.num_warps()
+        )
+        pairs = gl.arange(0, TILE.GROUPS // 2, gl.SliceLayout(0, PAIRS))
+        destination = ring.scales.index(chunk % TILE.STAGES)
+        if SHAPE.SWIZZLED:
+            copy_swizzled_scales(destination, weight.scales.dense, pairs, chunk, tile, SHAPE=SHAPE, TILE=TILE)
         else:
-            step = chunk * (GROUPS // 2)
-            copy_rows(destination, scales[0], pairs, step, tile, N, C // 2, GATE, BLOCK_N, S_COPY)
+            step = chunk * (TILE.GROUPS // 2)
+            copy_rows(destination, weight.scales.dense, pairs, step, tile, ROW=C // 2, SHAPE=SHAPE, TILE=TILE)
