@@ -105,15 +105,17 @@ def read_compressed_stack(
     halves: Sequence[Sequence[Plane]],
     *,
     by_columns: bool,
+    rows: Sequence[range] | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> Any:
     """`NVFP4CSFScales` of a stack of planes, or of two stacked by rows, one plane an expert; compresses dense ones.
 
-    ``by_columns`` says how tensor parallelism cuts each plane. Errors as for `load_layer_scales`.
+    ``by_columns`` says how tensor parallelism cuts each plane, ``rows`` which of its rows a half has, all by default.
+    Errors as for `load_layer_scales`.
     """
-    whole = [_Half(list(planes), range(planes[0].rows)) for planes in halves]
+    whole = _halves(halves, rows)
     return _read_compressed_stack(reader, whole, _cut_stack(whole, by_columns, tp_rank, tp_size), device)
 
 
@@ -133,11 +135,17 @@ def _read_compressed_stack(
     return bundle.NVFP4CSFScales.from_wire(wire)
 
 
+def _halves(halves: Sequence[Sequence[Plane]], rows: Sequence[range] | None) -> list[_Half]:
+    rows = rows or [range(planes[0].rows) for planes in halves]
+    return [_Half(list(planes), own) for planes, own in zip(halves, rows, strict=True)]
+
+
 def read_dense_stack(
     reader: TensorReader,
     halves: Sequence[Sequence[Plane]],
     *,
     by_columns: bool,
+    rows: Sequence[range] | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
     device: torch.device | str = "cpu",
@@ -145,7 +153,7 @@ def read_dense_stack(
     """The same of planes that are all dense, as they are: uint8 `[E, N, C]`."""
     import torch
 
-    whole = [_Half(list(planes), range(planes[0].rows)) for planes in halves]
+    whole = _halves(halves, rows)
     cuts = _cut_stack(whole, by_columns, tp_rank, tp_size)
     shape = len(halves[0]), sum(len(cut.rows) for cut in cuts), len(cuts[0].cols)
     stack = torch.empty(shape, dtype=torch.uint8, device=device)

@@ -142,7 +142,7 @@ def write_wide(root: Path, name: str) -> Path:
         paths = write_replica(
             root, small_config("qwen3_moe", **sizes, **moe), store, {"config.json": {"quantization_config": said}}
         )
-    compress(paths["dense"], root / "csf", include=["*"])
+    compress(paths["dense"], root / "csf")
     return root / "csf"
 
 

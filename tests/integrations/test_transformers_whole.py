@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,16 @@ from checkpoints import read_tensors, tree
 from finegrained_kernels.checkpoint import compress, restore, verify
 from finegrained_kernels.integrations.transformers import FP8Linear, nvfp4_experts, nvfp4_linears
 from moe_models import load
-from replicas import Stored, cosine, quantizing_model, small_config, store_fp8, store_nvfp4, write_replica
+from replicas import (
+    Stored,
+    cosine,
+    quantizing_model,
+    small_config,
+    stack_experts,
+    store_fp8,
+    store_nvfp4,
+    write_replica,
+)
 
 IDS = (torch.arange(24) * 7 % 128).view(1, -1)
 
@@ -35,6 +45,7 @@ class Kind:
     fp8: int = 0
     extra: Callable[[], dict[str, torch.Tensor]] = dict
     rename: Callable[[str], str] = lambda name: name
+    arrange: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors
     model_class: type = transformers.AutoModelForCausalLM
 
 
@@ -103,12 +114,28 @@ def mixed_config() -> dict:
     return modelopt("MIXED_PRECISION", quantized_layers=mixed_table(), kv_cache_quant_algo="FP8")
 
 
+def of_deepseek_like(module: str, weight: np.ndarray) -> Stored | None:
+    if ".experts." in module:
+        return store_nvfp4(weight)
+    return store_fp8(weight, "block", name="weight_scale_inv") if "self_attn" in module else None
+
+
 def in_wrapper(name: str) -> str:
     return name if name.startswith("lm_head") else name.replace("model.", "model.language_model.", 1)
 
 
 def every_linear(store: Callable[[np.ndarray], Stored], *others: str) -> Callable[[str, np.ndarray], Stored | None]:
     return lambda module, weight: store(weight) if is_linear(module) or module in others else None
+
+
+def multimodal_config() -> transformers.PreTrainedConfig:
+    """A vision tower beside a text model, whose config has the quantization config."""
+    text = small_config("qwen3_5_moe_text", **HYBRID, **MOE)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    vision |= {"num_position_embeddings": 16, "patch_size": 4}
+    config = transformers.AutoConfig.for_model("qwen3_5_moe", text_config=text.to_dict(), vision_config=vision)
+    config.tie_word_embeddings = False
+    return config
 
 
 KINDS = {
@@ -141,12 +168,52 @@ KINDS = {
         },
         linears=14,
     ),
+    "d_fp8_blocks": Kind(
+        lambda: small_config("qwen3_moe", **MOE, hidden_size=160, head_dim=48),
+        of_deepseek_like,
+        {"config.json": {"quantization_config": {
+            "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+            "config_groups": {"experts": {
+                "targets": ["re:.*experts.*"], "weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+        }}},
+        linears=0,
+        experts=2,
+        fp8=8,
+    ),
+    "e_multimodal_nested_config": Kind(
+        multimodal_config,
+        lambda module, weight: store_nvfp4(weight, divides=True, input_scale=True) if ".experts." in module else None,
+        {"config.json": {"text_config": {"quantization_config": pack_quantized(
+            ["lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*shared_expert.*", "re:.*visual.*"])}}},
+        linears=0,
+        experts=2,
+        model_class=transformers.AutoModelForImageTextToText,
+    ),
     "f_awq": Kind(
         lambda: small_config("qwen3"),
         every_linear(lambda weight: store_nvfp4(weight, awq=True)),
         {"config.json": {"quantization_config": modelopt("NVFP4_AWQ", ignore=["lm_head"])}},
         linears=14,
     ),
+    "f_w4a16_hf_quant_config_alone": Kind(
+        lambda: small_config("qwen3"),
+        every_linear(lambda weight: store_nvfp4(weight, input_scale=True), "lm_head"),
+        {"hf_quant_config.json": {"quantization": {"quant_algo": "W4A16_NVFP4", "exclude_modules": []}}},
+        linears=15,
+    ),
+    **{
+        f"g_{layout}_experts": Kind(
+            lambda: small_config("qwen3_5_moe_text", **HYBRID, **MOE),
+            lambda module, weight: (
+                store_nvfp4(weight, input_scale=True, global_scale=0.0002) if ".experts." in module else None
+            ),
+            {"config.json": {"quantization_config": modelopt("W4A16_NVFP4", ignore=["lm_head"])}},
+            linears=0,
+            experts=2,
+            arrange=functools.partial(stack_experts, layout=layout),
+        )
+        for layout in ("fused", "rows", "numbered")
+    },
     "h_biases_and_tied": Kind(
         lambda: small_config("qwen2", tie_word_embeddings=True),
         every_linear(store_nvfp4),
@@ -170,10 +237,11 @@ def replicas(bundle, tmp_path_factory):
                 kind.store,
                 kind.documents,
                 rename=kind.rename,
+                arrange=kind.arrange,
                 extra=kind.extra(),
                 model_class=kind.model_class,
             )
-            compress(made[name]["dense"], root / "csf", include=["*"])
+            compress(made[name]["dense"], root / "csf")
             made[name]["csf"] = root / "csf"
         return made[name]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,13 +62,20 @@ class Stored:
     weight: np.ndarray
 
 
-def store_nvfp4(weight: np.ndarray, *, divides: bool = False, input_scale: bool = False, awq: bool = False) -> Stored:
+def store_nvfp4(
+    weight: np.ndarray,
+    *,
+    divides: bool = False,
+    input_scale: bool = False,
+    awq: bool = False,
+    global_scale: float | None = None,
+) -> Stored:
     """An NVFP4 layer in ModelOpt's tensors, or, if globals divide, in compressed-tensors'."""
     smooth = None
     if awq:
         smooth = torch.from_numpy(2.0 ** np.random.default_rng(5).integers(-1, 2, weight.shape[1])).bfloat16()
         weight = weight / smooth.double().numpy()
-    global_scale = np.float32(np.abs(weight).max() / (448 * 6))
+    global_scale = np.float32(global_scale or np.abs(weight).max() / (448 * 6))
     divisor = np.float32(1 / global_scale)
     global_scale = float(np.float32(1) / divisor) if divides else float(global_scale)
     codes, scales = nvfp4(weight, global_scale)
@@ -122,6 +130,7 @@ def write_replica(
     documents: dict[str, dict],
     *,
     rename: Callable[[str], str] = lambda name: name,
+    arrange: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors,
     extra: dict[str, torch.Tensor] | None = None,
     model_class: type = transformers.AutoModelForCausalLM,
 ) -> dict[str, Path]:
@@ -131,6 +140,7 @@ def write_replica(
         store: what becomes of a module's weight, None for a module that is not quantized.
         documents: JSON files that are merged into those of the model.
         rename: from transformers' names to those in the checkpoint.
+        arrange: another layout of the quantized tensors.
         extra: tensors that are added to the quantized checkpoint.
     """
     torch.manual_seed(0)
@@ -153,16 +163,47 @@ def write_replica(
         quantized |= {rename(key): t.contiguous() for key, t in new.items()}
     paths = {kind: root / kind for kind in ("dense", "float")}
     document = json.loads((root / "bf16" / "config.json").read_text())
-    for kind, tensors in (("dense", quantized | (extra or {})), ("float", floats)):
+    for kind, tensors in (("dense", arrange(quantized) | (extra or {})), ("float", floats)):
         paths[kind].mkdir()
         save_file(tensors, paths[kind] / "model.safetensors", {"format": "pt"})
-        write_json(
-            paths[kind] / "config.json", document | (documents.get("config.json", {}) if kind == "dense" else {})
-        )
+        write_json(paths[kind] / "config.json", document)
     for name, other in documents.items():
-        if name != "config.json":
-            write_json(paths["dense"] / name, other)
+        write_json(paths["dense"] / name, _merged(document, other) if name == "config.json" else other)
     return paths
+
+
+def _merged(document: dict, other: dict) -> dict:
+    """``other``'s entries put into ``document``, also into objects inside it."""
+    both = {key: _merged(document.get(key) or {}, value) for key, value in other.items() if isinstance(value, dict)}
+    return document | other | both
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(.+)")
+
+
+def stack_experts(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+    """Experts as "fused" `[E, 2 I, H / 2]` and `[E, H, I / 2]`, as "rows" `[E * N, K / 2]`, or "numbered" last."""
+    arranged, stacks = {}, {}
+    for name, tensor in tensors.items():
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            arranged[name] = tensor
+        elif layout == "numbered":
+            arranged[f"{match[1]}.{match[3]}.{match[2]}.{match[4]}"] = tensor
+        else:
+            stacks.setdefault((match[1], match[3], match[4]), []).append(tensor)
+    for (experts, projection, last), parts in stacks.items():
+        if layout == "rows":
+            arranged[f"{experts}.{projection}.{last}"] = torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+        elif projection != "up_proj":
+            bytes_of = [part.view(torch.uint8) if part.dim() else part for part in parts]
+            if projection == "gate_proj" and parts[0].dim():
+                ups = [part.view(torch.uint8) for part in stacks[experts, "up_proj", last]]
+                bytes_of = [torch.cat(pair) for pair in zip(bytes_of, ups, strict=True)]
+            stacked = torch.stack(bytes_of).view(parts[0].dtype)
+            name = f"{experts}.{'gate_up_proj' if projection == 'gate_proj' else projection}"
+            arranged[name if last == "weight" else f"{name}_{last}"] = stacked
+    return arranged
 
 
 def small_config(architecture: str, **changes) -> transformers.PreTrainedConfig:

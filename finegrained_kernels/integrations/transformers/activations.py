@@ -8,7 +8,7 @@ from finegrained_kernels.checkpoint import Checkpoint, CheckpointError, Fault
 from finegrained_kernels.checkpoint.errors import raise_faults
 from finegrained_kernels.checkpoint.layouts import CONFIG
 from finegrained_kernels.checkpoint.quantization_config import NVFP4
-from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, input_scale_name
+from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan
 from finegrained_kernels.integrations.transformers.linear_plan import LinearPlan
 
 BF16, CALIBRATED, DYNAMIC = "bf16", "nvfp4", "nvfp4_dynamic"
@@ -43,13 +43,13 @@ def choose_activations(
             quantized.append(plan)
     raise_faults(faults)
     missing = {plan.source: _missing(checkpoint, plan) for plan in quantized}
-    used = wanted == CALIBRATED or any(len(missing[plan.source]) < len(plan.planes) for plan in quantized)
+    used = wanted == CALIBRATED or any(len(missing[plan.source]) < len(_names(plan)) for plan in quantized)
     if wanted == CALIBRATED and not quantized:
         raise CheckpointError(f"{checkpoint.root}: weight-only by its config: activation_format can be auto or bf16")
     for plan in quantized:
         chosen[plan.source] = CALIBRATED if used else BF16
         absent = missing[plan.source]
-        if used and wanted != CALIBRATED and len(absent) == len(plan.planes):
+        if used and wanted != CALIBRATED and len(absent) == len(_names(plan)):
             message = "has no input scales, and other layers have: choose an activation_format"
             faults.append(Fault(CONFIG, plan.source, message))
         elif used:
@@ -66,16 +66,22 @@ def _is_weight_only(checkpoint: Checkpoint, module: str) -> bool:
     return form is not None and form.family == NVFP4 and form.weight_only
 
 
+def _names(plan: ExpertsPlan | LinearPlan) -> list[str]:
+    """Of the input scales that it may have."""
+    return list(dict.fromkeys(plane.input_scale for plane in plan.planes))
+
+
 def _missing(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> list[str]:
-    names = map(input_scale_name, plan.planes)
-    return [name for name in names if name not in checkpoint.located]
+    return [name for name in _names(plan) if name not in checkpoint.located]
 
 
 def _malformed(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> list[Fault]:
     faults = []
-    for name in map(input_scale_name, plan.planes):
+    stacked = isinstance(plan, ExpertsPlan) and any(plane.part is not None for plane in plan.planes)
+    counts = (4, 4 * plan.num_experts) if isinstance(plan, ExpertsPlan) and stacked else (4,)
+    for name in _names(plan):
         if name in checkpoint.located:
             shard, info = checkpoint.located[name]
-            if info.dtype != "F32" or info.nbytes != 4:
+            if info.dtype != "F32" or info.nbytes not in counts:
                 faults.append(Fault(shard, name, f"expected one F32 value, got {info.dtype} {list(info.shape)}"))
     return faults

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-_INPUT_SCALES = {False: ".input_scale", True: ".input_global_scale"}  # by whether globals divide
 _UNIT = 32  # of weights along K, in the GEMMs
 _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 
@@ -32,7 +31,8 @@ _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_c
 class ExpertsPlan:
     """One layer's experts: the model's module, the checkpoint's name for it, and the planes by expert.
 
-    ``halves`` has gate's and up's planes, in this order, and ``down`` those of the down projection.
+    ``halves`` has the planes of gate and up, ``down`` those of the down projection. Where one tensor has gate and up,
+    their planes are the same.
     """
 
     module: str
@@ -41,8 +41,19 @@ class ExpertsPlan:
     down: tuple[Plane, ...]
 
     @property
+    def is_fused(self) -> bool:
+        """Whether gate and up, in this order, are rows of one plane."""
+        return self.halves[0] is self.halves[1]
+
+    @property
+    def half_rows(self) -> list[range]:
+        """Which rows of their planes gate and up are."""
+        rows = self.halves[0][0].rows
+        return [range(rows // 2), range(rows // 2, rows)] if self.is_fused else [range(rows)] * 2
+
+    @property
     def planes(self) -> list[Plane]:
-        return [*self.halves[0], *self.halves[1], *self.down]
+        return [*self.halves[0], *(() if self.is_fused else self.halves[1]), *self.down]
 
     @property
     def stands_in_for(self) -> list[str]:
@@ -59,11 +70,7 @@ class ExpertsPlan:
 
     @property
     def intermediate_size(self) -> int:
-        return self.halves[0][0].rows
-
-
-def input_scale_name(plane: Plane) -> str:
-    return plane.module + _INPUT_SCALES[plane.global_scale_divides]
+        return len(self.half_rows[0])
 
 
 def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, rename: Renaming) -> ExpertsPlan:
@@ -78,9 +85,15 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
         target, pattern = rename(f"{source}.0.{projection}.weight")
         module, _, parameter = target.rpartition(".")
         if pattern is None or parameter not in (GATE_UP, DOWN) or target not in rename.state:
-            shard = checkpoint.located[next(p for (_, name), p in found.items() if name == projection).weight][0]
-            message = f"{type(model).__name__} has no fused experts that {projection} would become part of"
-            raise CheckpointError([Fault(shard, f"{source}.0.{projection}", message)])
+            target, _ = rename(f"{source}.{projection}")  # one tensor has all experts, as in the model
+            module, _, parameter = target.rpartition(".")
+            if parameter not in (GATE_UP, DOWN) or target not in rename.state:
+                shard = checkpoint.located[next(p for (_, name), p in found.items() if name == projection).weight][0]
+                message = f"{type(model).__name__} has no fused experts that {projection} would become part of"
+                raise CheckpointError([Fault(shard, f"{source}.0.{projection}", message)])
+            for i_half in range({GATE_UP: 2, DOWN: 1}[parameter]):
+                places[parameter, i_half] = module, projection
+            continue
         patterns = rename.converter(pattern).source_patterns
         if len(patterns) != {GATE_UP: 2, DOWN: 1}[parameter]:
             raise CheckpointError(f"{source}: {parameter} of {type(model).__name__} is made of {patterns}")
@@ -92,8 +105,9 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
         raise CheckpointError(f"{source}: expected gate, up and down projections of one module, got {names}")
     (module,) = modules
     num_experts = rename.state[f"{module}.{DOWN}"].shape[0]
-    stacks = [_stack(checkpoint, source, places[role][1], num_experts) for role in roles]
-    plan = ExpertsPlan(module, source, (stacks[0], stacks[1]), stacks[2])
+    stacks = {name: _stack(checkpoint, source, name, num_experts) for _, name in places.values()}
+    gate, up, down = (stacks[places[role][1]] for role in roles)
+    plan = ExpertsPlan(module, source, (gate, up), down)
     _check_shapes(checkpoint, plan, rename.state)
     _check_structure(model.get_submodule(module), plan)
     return plan
@@ -112,14 +126,17 @@ def _stack(checkpoint: Checkpoint, source: str, projection: str, num_experts: in
 
 def _check_shapes(checkpoint: Checkpoint, plan: ExpertsPlan, state: Mapping[str, torch.Tensor]) -> None:
     _, rows, hidden = state[f"{plan.module}.{GATE_UP}"].shape
-    expected = {id(plan.down): (hidden, rows // 2), **{id(half): (rows // 2, hidden) for half in plan.halves}}
+    inner = rows // 2
+    half = (2 * inner if plan.is_fused else inner, hidden)
     faults = []
-    for stack in (*plan.halves, plan.down):
-        for plane in stack:
-            n, k = expected[id(stack)]
+    for n, k, stack in ((*half, plan.halves[0]), (*half, plan.halves[1]), (hidden, inner, plan.down)):
+        for plane in dict.fromkeys(stack):
             if (plane.rows, plane.cols * 16) != (n, k):
                 shard, info = checkpoint.located[plane.weight]
-                message = f"expected [{n}, {k // 2}] for the {plan.module} of the model, got {list(info.shape)}"
+                stacked = "" if plane.part is None else f"{len(stack)}, "
+                message = (
+                    f"expected [{stacked}{n}, {k // 2}] for the {plan.module} of the model, got {list(info.shape)}"
+                )
                 faults.append(Fault(shard, plane.weight, message))
     raise_faults(faults)
 

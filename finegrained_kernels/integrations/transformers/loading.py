@@ -15,7 +15,7 @@ from finegrained_kernels.checkpoint.slices import read_compressed_stack, read_de
 from finegrained_kernels.checkpoint.wire import geometry_problem
 from finegrained_kernels.integrations.transformers.activations import CALIBRATED
 from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule, local_part
-from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, input_scale_name
+from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan
 from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP4Linear, StoredLinear
 from finegrained_kernels.integrations.transformers.linear_plan import FP8Plan, LinearPlan
 
@@ -73,19 +73,20 @@ def load_experts(
     part, device = part_of(module, plan), module.device
     halves = [[half[expert] for expert in part.experts] for half in plan.halves]
     down = [plan.down[expert] for expert in part.experts]
-    for parameter, stack, by_columns in ((module.gate_up_proj, halves, False), (module.down_proj, [down], True)):
-        weights = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        _read_weights(reader, stack, weights.detach(), part, by_columns)
+    rows = {"gate_up": plan.half_rows, "down": [range(plan.hidden_size)]}
     for name, stack, by_columns in (("gate_up", halves, False), ("down", [down], True)):
+        weights = local_part(getattr(module, f"{name}_proj"))
+        _read_weights(reader, stack, rows[name], weights.detach(), part, by_columns)
         cut = {"by_columns": by_columns, "tp_rank": part.tp_rank, "tp_size": part.tp_size, "device": device}
+        cut["rows"] = rows[name]
         module.set_scales(name, _read_scales(module.schedule.bundle, reader, stack, strategy, cut))
     for name, stack in (("gate_up", halves), ("down", [down])):
         module.stored[name] = _read_stored(reader, stack, lambda plane: plane.global_scale)
         multipliers = _weight_globals(reader, stack, module.stored[name])
         module.register_buffer(f"{name}_global", multipliers.to(device), persistent=False)
-        located = [[input_scale_name(plane) in reader.checkpoint.located for plane in planes] for planes in stack]
+        located = [[plane.input_scale in reader.checkpoint.located for plane in planes] for planes in stack]
         module.stored[f"{name}_has_input"] = torch.tensor(located).T
-        module.stored[f"{name}_input"] = _read_stored(reader, stack, input_scale_name)
+        module.stored[f"{name}_input"] = _read_stored(reader, stack, lambda plane: plane.input_scale)
         if input_scales:
             multipliers = _input_scales(reader, stack, module.stored[f"{name}_input"])
             module.register_buffer(f"{name}_input_global", multipliers.to(device), persistent=False)
@@ -104,13 +105,13 @@ def load_linear(
     )
     module.set_scales(scales)
     weights = local_part(module.weight).unsqueeze(0)
-    _read_weights(reader, [[plane]], weights, Part(range(1), **part), by_columns)
+    _read_weights(reader, [[plane]], [range(plane.rows)], weights, Part(range(1), **part), by_columns)
     read = {plane.global_scale: _read_stored(reader, [[plane]], lambda plane: plane.global_scale)}
     module.weight_global = _weight_globals(reader, [[plane]], read[plane.global_scale]).to(device)
     if activations == CALIBRATED:
-        stored = _read_stored(reader, [[plane]], input_scale_name)
+        stored = _read_stored(reader, [[plane]], lambda plane: plane.input_scale)
         module.input_global = _input_scales(reader, [[plane]], stored).to(device)
-    for name in (plane.global_scale, input_scale_name(plane), plan.pre_quant_scale):
+    for name in (plane.global_scale, plane.input_scale, plan.pre_quant_scale):
         if name in reader.checkpoint.located:
             module.stored[name] = read_tensor(reader, name)
     if plan.pre_quant_scale in module.stored:
@@ -181,24 +182,28 @@ def _read_scales(
 
 
 def _read_weights(
-    reader: TensorReader, stack: list[list[Plane]], weights: torch.Tensor, part: Part, by_columns: bool
+    reader: TensorReader,
+    stack: list[list[Plane]],
+    half_rows: Sequence[range],
+    weights: torch.Tensor,
+    part: Part,
+    by_columns: bool,
 ) -> None:
     """Fill `weights [E, N, K / 2]`, stacked by rows, a few experts at a time."""
     num_experts, num_rows, num_bytes = weights.shape
     rows = num_rows // len(stack)
-    first = part.tp_rank * rows if not by_columns else 0
     columns = slice(part.tp_rank * num_bytes, (part.tp_rank + 1) * num_bytes) if by_columns else slice(None)
     width = num_bytes * part.tp_size if by_columns else num_bytes
     batch = max(1, STAGING_BYTES // (rows * width))
     staging = bytearray(min(batch, num_experts) * rows * width)
     view = memoryview(staging)
     for i_half, planes in enumerate(stack):
+        first = half_rows[i_half].start + (0 if by_columns else part.tp_rank * rows)
         for begin in range(0, num_experts, batch):
             some = planes[begin : begin + batch]
             for i, plane in enumerate(some):
-                reader.read_into(
-                    plane.weight, view[i * rows * width : (i + 1) * rows * width], plane.weight_begin + first * width
-                )
+                own = view[i * rows * width : (i + 1) * rows * width]
+                reader.read_into(plane.weight, own, plane.weight_begin + first * width)
             read = torch.frombuffer(staging, dtype=torch.uint8)[: len(some) * rows * width].view(len(some), rows, width)
             weights[begin : begin + len(some), i_half * rows : (i_half + 1) * rows].copy_(read[:, :, columns])
 
@@ -212,7 +217,7 @@ def _read_stored(
         name = name_of(plane)
         return reader.read_value(name, plane.part) if name in reader.checkpoint.located else bytes(4)
 
-    columns = [b"".join(read(plane) for plane in planes) for planes in stack]
+    columns = [b"".join(map(read, planes)) for planes in stack]
     return torch.stack([torch.frombuffer(bytearray(data), dtype=torch.float32) for data in columns], dim=1)
 
 
@@ -231,7 +236,7 @@ def _input_scales(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored
     """Multipliers of the activations, float32 `[E]`: gate and up, which read the same ones, must have the same."""
 
     def fault(expert: int, half: int, message: str) -> CheckpointError:
-        name = input_scale_name(stack[half][expert])
+        name = stack[half][expert].input_scale
         return CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
 
     bad = (~((stored > 0) & stored.isfinite())).nonzero()

@@ -14,7 +14,7 @@ from finegrained_kernels.checkpoint.layouts import CONFIG
 from finegrained_kernels.checkpoint.module_patterns import is_name
 from finegrained_kernels.checkpoint.names import layer_of, split_expert
 from finegrained_kernels.checkpoint.quantization_config import ALGORITHMS, MIXED, NVFP4, OTHER, TABLE
-from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, input_scale_name, plan_experts
+from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, plan_experts
 from finegrained_kernels.integrations.transformers.linear_plan import (
     FLOATS,
     FP8,
@@ -28,6 +28,7 @@ from finegrained_kernels.integrations.transformers.renaming import Renaming
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_PARTS = "packed weights, scales, globals and perhaps input scales"
 _NOT_SUPPORTED = "no format that is supported: NVFP4 in experts and linear layers, FP8 (E4M3) in linear layers"
 _KV_SCALE = re.compile(r"(^|\.)((k|v|q|kv|prob)_scale|(k|v)_proj\.output_scale)$")
 _QUANTIZATION = re.compile(r"scale|zero_point|zeros|quant|amax|g_idx|packed|nvfp4|mxfp|weight_shape")
@@ -77,14 +78,15 @@ def plan_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelPlan:
         source = plane.layer_module
         if source in plan.left_out or source in seen:
             continue
-        if split_expert(plane.module) is None or rename.is_plain(f"{plane.module}.weight"):
+        if plane.expert is None or rename.is_plain(f"{plane.module}.weight"):
             found = plan_linear(model, checkpoint, plane, rename, faults)
             plan.linears += [found] if found else []
         else:
             seen.add(source)
             plan.experts.append(plan_experts(model, checkpoint, source, rename))
+    scales = {plane.scale for plane in checkpoint.planes.values()}
     for name, (_, info) in checkpoint.located.items():
-        if info.dtype == FP8 and not _is_scale(name, checkpoint) and not rename.leaves_out(name):
+        if info.dtype == FP8 and name not in scales and not rename.leaves_out(name):
             found_fp8 = plan_fp8(model, checkpoint, name, _block_size(checkpoint, name), rename, faults)
             plan.fp8 += [found_fp8] if found_fp8 else []
     raise_faults(faults)
@@ -105,14 +107,9 @@ def _hidden(checkpoint: Checkpoint, plan: ModelPlan) -> set[str]:
     names = {*plan.kept, *(name for one in plan.fp8 for name in one.tensors)}
     for one in plan.nvfp4:
         for plane in one.planes:
-            names.update((plane.weight, plane.global_scale, input_scale_name(plane), *plane.tensors))
+            names.update((plane.weight, plane.global_scale, plane.input_scale, *plane.tensors))
     names.update(one.pre_quant_scale for one in plan.linears)
     return names & checkpoint.located.keys()
-
-
-def _is_scale(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether an FP8 tensor is the scales of an NVFP4 layer."""
-    return name in checkpoint.planes
 
 
 def _block_size(checkpoint: Checkpoint, weight: str) -> tuple[int, int]:
@@ -169,8 +166,8 @@ def _check_nothing_ignored(checkpoint: Checkpoint, plan: ModelPlan, rename: Rena
     for name, (shard, info) in checkpoint.located.items():
         if name in plan.hidden:
             continue
-        if belongs_to(name, sources):
-            message = "unknown: an expert has a packed weight, scales, a global and perhaps an input scale"
+        if belongs_to(name, sources) and not rename.is_plain(name):
+            message = f"unknown, {info.dtype} {list(info.shape)}: NVFP4 experts have {_PARTS}"
             faults.append(Fault(shard, name, message))
             continue
         module, _, last = name.rpartition(".")
@@ -209,6 +206,6 @@ def _check_nothing_missing(model: PreTrainedModel, checkpoint: Checkpoint, plan:
 
 
 def belongs_to(name: str, sources: Iterable[str]) -> bool:
-    """Whether a tensor of the checkpoint is part of an expert in one of the layers ``sources``."""
-    head, _, tail = name.rpartition(".experts.")
-    return bool(tail[:1].isdigit()) and f"{head}.experts" in sources
+    """Whether a tensor of the checkpoint is part of experts in one of the layers ``sources``."""
+    head, separator, _ = name.rpartition(".experts.")
+    return bool(separator) and f"{head}.experts" in sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
@@ -14,12 +15,15 @@ from finegrained_kernels.checkpoint import Checkpoint
 from finegrained_kernels.checkpoint.names import Plane
 from finegrained_kernels.checkpoint.wire import SLAB_ROWS, slab_bytes
 from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule
-from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan, input_scale_name
+from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPlan
 from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP4Linear
 from finegrained_kernels.integrations.transformers.linear_plan import FP8Plan, LinearPlan
 from finegrained_kernels.integrations.transformers.loading import DTYPES
 
 HIDDEN = "__quantized__"
+
+Form = tuple[str, tuple[int, ...]]
+"""Dtype and shape, as safetensors have them."""
 
 
 class HideQuantized(WeightRenaming):
@@ -53,7 +57,7 @@ def hide(name: str) -> str:
     return f"{HIDDEN}.{name.encode().hex()}"
 
 
-def unusual_forms(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> dict[str, tuple[str, tuple[int, ...]]]:
+def unusual_forms(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> dict[str, Form]:
     """Dtype and shape of the layer's tensors where they are not the usual: signed weights, flat streams, [1] for []."""
     forms = {}
     for plane in plan.planes:
@@ -66,33 +70,45 @@ def unusual_forms(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> dic
 
 
 def state_of(
-    plan: ExpertsPlan, module: NVFP4ExpertsModule, forms: Mapping[str, tuple[str, tuple[int, ...]]]
+    plan: ExpertsPlan, module: NVFP4ExpertsModule, forms: Mapping[str, Form]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The layer's tensors by hidden name. Weights are views; the rest is small, or made now."""
-    rows = plan.intermediate_size
-    stacks = [("gate_up", half, i * rows, i) for i, half in enumerate(plan.halves)] + [("down", plan.down, 0, 0)]
+    """The layer's tensors by hidden name. Weights are views, except of stacks; the rest is small, or made now."""
+    stacks = [("gate_up", plan.halves[0], 0, 0), ("down", plan.down, 0, 0)]
+    if not plan.is_fused:
+        stacks.insert(1, ("gate_up", plan.halves[1], plan.intermediate_size, 1))
     weights = {"gate_up": module.gate_up_proj, "down": module.down_proj}
+    pieces: dict[str, list[torch.Tensor]] = {}
+    usual: dict[str, Form] = {}
     for name, planes, first_row, column in stacks:
-        for expert, plane in enumerate(planes):
+        scales = _scales(planes, module.scales(name), module.schedule.bundle, first_row)
+        for expert, (plane, own_scales) in enumerate(zip(planes, scales, strict=True)):
+            usual |= _usual_forms(plane)
             packed = weights[name][expert, first_row : first_row + plane.rows]
             tensors = {plane.weight: packed.detach(), plane.global_scale: module.stored[name][expert, column]}
             if module.stored[f"{name}_has_input"][expert, column]:
-                tensors[input_scale_name(plane)] = module.stored[f"{name}_input"][expert, column]
+                tensors[plane.input_scale] = module.stored[f"{name}_input"][expert, column]
+            tensors |= zip(plane.tensors, own_scales, strict=True)
             for tensor_name, tensor in tensors.items():
-                yield hide(tensor_name), _as(tensor, *forms.get(tensor_name, _usual_forms(plane)[tensor_name]))
-        scales = _scales(planes, module.scales(name), module.schedule.bundle, first_row)
-        yield from _scale_tensors(planes, scales, forms)
+                pieces.setdefault(tensor_name, []).append(tensor)
+    for name, parts in pieces.items():
+        form = forms.get(name, usual.get(name))
+        stacked = len(parts) > 1 and (form is None or math.prod(form[1]) > parts[0].numel())
+        tensor = torch.stack(parts) if stacked else parts[0]
+        yield hide(name), _as(tensor, *form) if form else tensor
 
 
 def state_of_linear(
-    plan: LinearPlan, module: NVFP4Linear, forms: Mapping[str, tuple[str, tuple[int, ...]]]
+    plan: LinearPlan, module: NVFP4Linear, forms: Mapping[str, Form]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The same of a linear layer; its bias is transformers' affair."""
     plane = plan.plane
     form = forms.get(plane.weight, _usual_forms(plane)[plane.weight])
     yield hide(plane.weight), _as(module.weight.detach(), *form)
     yield from ((hide(name), tensor) for name, tensor in module.stored.items())
-    yield from _scale_tensors([plane], _scales([plane], module.read_scales(), module.schedule.bundle, 0), forms)
+    (scales,) = _scales([plane], module.read_scales(), module.schedule.bundle, 0)
+    for name, tensor in zip(plane.tensors, scales, strict=True):
+        wanted = forms.get(name, _usual_forms(plane).get(name))
+        yield hide(name), _as(tensor, *wanted) if wanted else tensor
 
 
 def state_of_fp8(plan: FP8Plan, module: FP8Linear) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,27 +123,16 @@ def state_of_fp8(plan: FP8Plan, module: FP8Linear) -> Iterator[tuple[str, torch.
     yield from ((hide(name), tensor) for name, tensor in module.stored.items())
 
 
-def _scale_tensors(
-    planes: Sequence[Plane],
-    scales: Iterator[tuple[torch.Tensor, ...]],
-    forms: Mapping[str, tuple[str, tuple[int, ...]]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for plane, tensors in zip(planes, scales, strict=True):
-        for name, tensor in zip(plane.tensors, tensors, strict=True):
-            form = forms.get(name, _usual_forms(plane).get(name))
-            yield hide(name), _as(tensor, *form) if form else tensor
-
-
-def _usual_forms(plane: Plane) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _usual_forms(plane: Plane) -> dict[str, Form]:
     single: tuple[int, ...] = (1,) if plane.global_scale_divides else ()
-    forms: dict[str, tuple[str, tuple[int, ...]]] = {
+    forms: dict[str, Form] = {
         plane.weight: ("U8", (plane.rows, plane.cols * 8)),
         plane.global_scale: ("F32", single),
-        input_scale_name(plane): ("F32", single),
+        plane.input_scale: ("F32", single),
     }
     if plane.compressed:  # the other half of the pair has no other form than U32 [X]
         return forms | {plane.tensors[0]: ("U8", (plane.rows // SLAB_ROWS, slab_bytes(plane.cols)))}
-    return forms | {plane.name: ("F8_E4M3", (plane.rows, plane.cols))}
+    return forms | {plane.scale: ("F8_E4M3", (plane.rows, plane.cols))}
 
 
 def _as(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
