@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
 from finegrained_kernels.checkpoint.names import Plane
+from finegrained_kernels.checkpoint.stream import Kept, Spool
 from finegrained_kernels.checkpoint.wire import fixed_bytes, geometry_problem
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ ReadInto = Callable[[Plane, memoryview], None]
 
 
 class Encoded(NamedTuple):
-    """A plane's wire form: the fixed stream and the exception words, as bytes."""
+    """A plane's wire form, put aside: the fixed stream and the exception words."""
 
-    fixed: memoryview
-    exceptions: memoryview
+    fixed: Kept
+    exceptions: Kept
 
 
 def batch_bytes(device: torch.device | str) -> int:
@@ -51,9 +52,15 @@ def batches(planes: Mapping[str, Plane], device: torch.device | str) -> Iterator
 
 
 def encode(
-    bundle: ModuleType, planes: Mapping[str, Plane], read_into: ReadInto, device: torch.device | str, shard: str
+    bundle: ModuleType,
+    planes: Mapping[str, Plane],
+    read_into: ReadInto,
+    device: torch.device | str,
+    shard: str,
+    spool: Spool,
 ) -> tuple[dict[str, Encoded], dict[str, str]]:
-    """Compress the planes of one shard: those that shrink, by name, and why other tensors of scales stay dense.
+    """Compress the planes of one shard into ``spool``: those that shrink, by name, and why other tensors of scales stay
+    dense.
 
     A stack of experts is one tensor: it stays dense if a plane of it has to, or if all of it would not shrink.
     """
@@ -88,7 +95,7 @@ def encode(
             begin, end = end, end + 4 * count
             before[plane.scale] = before.get(plane.scale, 0) + plane.nbytes
             after[plane.scale] = after.get(plane.scale, 0) + size + end - begin
-            encoded[plane.name] = Encoded(streams[i * size : (i + 1) * size], words[begin:end])
+            encoded[plane.name] = Encoded(spool.keep(streams[i * size : (i + 1) * size]), spool.keep(words[begin:end]))
     for scale, nbytes in before.items():
         if after[scale] >= nbytes:
             dense[scale] = f"would take {after[scale]} bytes instead of {nbytes}"

@@ -1,8 +1,8 @@
 """One shard, from its source to its compressed form.
 
 A shard is read twice: its scale planes first, to know what they compress to and so where everything lies, then all of
-it, once, in chunks, which are hashed and, but for the scales, written. What stays in memory is the compressed scales of
-the shard in hand.
+it, once, in chunks, which are hashed and, but for the scales, written. Compressed scales wait in a file meanwhile, so
+that memory holds a few planes of them, however many a shard has.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from finegrained_kernels.checkpoint.records import Job, Record, read_record
 from finegrained_kernels.checkpoint.stream import (
     AtomicFile,
     Fanout,
+    Kept,
     Progress,
     Splice,
+    Spool,
     TensorChecksums,
     checksum,
     opened,
@@ -64,9 +66,9 @@ class ShardWork:
         header = self.source.headers[shard]
         source_hash, sums = hashlib.sha256(header.raw), TensorChecksums(header.in_data_order())
         source = self.source.root / shard
-        with opened(source, shard) as fd:
+        with opened(source, shard) as fd, Spool(self.work, shard) as spool:
             check_unchanged = watch(fd, header, shard)
-            encoded, dense, again, read = self._encode(shard, header, fd)
+            encoded, dense, again, read = self._encode(shard, header, fd, spool)
             output, parts = self._lay_out(header, encoded)
             with AtomicFile(self.path(shard), self.work, self.job.shards[shard], like=source) as file:
                 sinks: list[Callable] = [file.write]
@@ -87,7 +89,7 @@ class ShardWork:
                 if written.tensors != output.tensors:
                     raise CheckpointError([Fault(shard, None, "its compressed form does not read back as written")])
                 file.commit()
-        components = {name: checksum(data) for name, data in _components(encoded).items()}
+        components = {name: kept.checksum for name, kept in _components(encoded).items()}
         Record(
             file=shard,
             nbytes=header.data_start + header.data_bytes,
@@ -129,7 +131,7 @@ class ShardWork:
         return {plane.name: plane for name in names for plane in self.by_scale[name]}
 
     def _encode(
-        self, shard: str, header: Header, fd: int
+        self, shard: str, header: Header, fd: int, spool: Spool
     ) -> tuple[dict[str, Encoded], dict[str, str], TensorChecksums, dict[str, int]]:
         """Compressed scales, why others stay dense, what makes CRC-32 of the scales of a stream of the shard's data,
         and those of the bytes that were read here."""
@@ -149,10 +151,10 @@ class ShardWork:
             read_exact(fd, view, begin, shard, plane.scale)
             read[plane.name] = checksum(view)
 
-        return *encode(self.bundle, planes, read_into, self.device, shard), again, read
+        return *encode(self.bundle, planes, read_into, self.device, shard, spool), again, read
 
 
-def _components(encoded: Mapping[str, Encoded]) -> dict[str, memoryview]:
+def _components(encoded: Mapping[str, Encoded]) -> dict[str, Kept]:
     """The tensors that take the compressed scales' place."""
     return {
         scale + suffix: data
@@ -164,5 +166,5 @@ def _components(encoded: Mapping[str, Encoded]) -> dict[str, memoryview]:
 def _new_tensors(plane: Plane, encoded: Encoded) -> list[NewTensor]:
     return [
         (plane.name + FIXED, "U8", (plane.rows // SLAB_ROWS, slab_bytes(plane.cols))),
-        (plane.name + EXCEPTIONS, "U32", (len(encoded.exceptions) // 4,)),
+        (plane.name + EXCEPTIONS, "U32", (encoded.exceptions.nbytes // 4,)),
     ]

@@ -6,11 +6,13 @@ import fcntl
 import hashlib
 import os
 import stat
+import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
@@ -21,6 +23,7 @@ CHUNK_BYTES = 4 << 20
 TEMPORARY_SUFFIX = ".csf-tmp"
 LOCK_SUFFIX = ".csf-lock"
 _BUFFERS = 3
+_PIECE_BYTES = 1 << 20
 
 Progress = Callable[[int], None]
 """Told of bytes as they are done."""
@@ -142,10 +145,57 @@ class TensorChecksums:
             self.checksums[name] = checksum(b"")
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a `Spool` has put aside, and their CRC-32."""
+
+    fd: int
+    begin: int
+    nbytes: int
+    checksum: int
+
+    def send(self, sink: Callable[[memoryview], object]) -> None:
+        """Hand them over, a piece at a time."""
+        buffer = memoryview(bytearray(min(self.nbytes, _PIECE_BYTES)))
+        for done in range(0, self.nbytes, _PIECE_BYTES):
+            piece = buffer[: self.nbytes - done]
+            read_exact(self.fd, piece, self.begin + done, "what was put aside", "compressed scales")
+            sink(piece)
+
+
+class Spool:
+    """Puts bytes aside, in a file without a name, until they are wanted: memory holds none of them, however many.
+
+    Used as a context manager, after which nothing is left.
+    """
+
+    def __init__(self, work: Path, name: str) -> None:
+        """``work``: where on the disk; ``name`` is for messages."""
+        self._work, self._name, self._end = work, name, 0
+
+    def __enter__(self) -> Spool:
+        with _named(self._name):
+            self._file = tempfile.TemporaryFile(dir=self._work, buffering=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def keep(self, data: memoryview) -> Kept:
+        kept = Kept(self._file.fileno(), self._end, len(data), checksum(data))
+        with _named(self._name):
+            while len(data):
+                count = os.pwrite(kept.fd, data, self._end)
+                data, self._end = data[count:], self._end + count
+        return kept
+
+
 class Splice:
     """Makes one stream of another: ranges of the source, in increasing order, with other bytes between them."""
 
-    def __init__(self, parts: Sequence[tuple[int, int] | memoryview], sink: Callable[[memoryview], object]) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[int, int] | memoryview | Kept], sink: Callable[[memoryview], object]
+    ) -> None:
         """``parts``, in order: ``(begin, end)`` ranges of the source, and bytes. ``sink`` takes the new stream."""
         self._parts = deque(parts)
         self._sink = sink
@@ -156,7 +206,9 @@ class Splice:
         self._position = end
         while self._parts:
             part = self._parts[0]
-            if not isinstance(part, tuple):
+            if isinstance(part, Kept):
+                part.send(self._sink)
+            elif isinstance(part, memoryview):
                 self._sink(part)
             elif part[0] >= end:
                 return
@@ -171,7 +223,10 @@ class Splice:
         while self._parts:
             part = self._parts.popleft()
             assert not isinstance(part, tuple), f"the source ended before its range {part}"
-            self._sink(part)
+            if isinstance(part, Kept):
+                part.send(self._sink)
+            else:
+                self._sink(part)
 
 
 class AtomicFile:

@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: names, links and sizes that lie, and directories that are somebody else's."""
+"""Checkpoints from strangers: names, links and sizes that lie, and files with bits or values changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import checkpoints
-from conftest import ROOT
+from attacks import another, module, one_line, plain, sparse
 from finegrained_kernels.checkpoint import (
     CheckpointError,
     compress,
@@ -29,11 +28,13 @@ from finegrained_kernels.checkpoint import (
 )
 from finegrained_kernels.checkpoint.paths import check_inside, check_name
 from finegrained_kernels.checkpoint.records import _dump_fields
-from finegrained_kernels.checkpoint.stream import AtomicFile
 
 pytestmark = pytest.mark.usefixtures("bundle")
 
+
 JOB, VICTIM = "csf_digests/job.json", "victim.txt"
+
+
 LAYOUTS = ("hf", "container")
 
 
@@ -68,14 +69,6 @@ def forge(path: Path, change) -> None:
     for key in ("schema", "digest"):
         document.pop(key, None)
     path.write_bytes(_dump_fields(document))
-
-
-def one_line(call, *arguments, **options) -> str:
-    with pytest.raises((CheckpointError, ValueError)) as caught:
-        call(*arguments, **options)
-    text = str(caught.value)
-    assert text and text.isprintable(), text
-    return text
 
 
 def surroundings(root: Path, *, but: Path) -> dict[str, str]:
@@ -158,258 +151,6 @@ def test_shards_by_other_spellings(source, name, command):
     assert not out.exists()
 
 
-def another(root: Path, seed: int = 1, write=checkpoints.random_moe, config=checkpoints.MODELOPT_CONFIG) -> Path:
-    """A model of the same names, shapes, sizes and other files, with other weights."""
-    return checkpoints.write_checkpoint(root, write(seed=seed), config, shard_of=checkpoints.by_layer)
-
-
-def plain(*, seed: int = 0) -> checkpoints.Tensors:
-    """An unquantized model."""
-    generator = torch.Generator().manual_seed(seed)
-    names = [f"model.layers.{i}.mlp.experts.{e}.{p}.weight" for i in (0, 1) for e in (0, 1) for p in ("up_proj",)]
-    return {"model.norm.weight": torch.ones(8)} | {name: torch.randn(64, 64, generator=generator) for name in names}
-
-
-def commands(tmp_path):
-    """(name, call, first source, other source) of each command that writes."""
-    first, second = another(tmp_path / "S", 0), another(tmp_path / "S2", 1)
-    yield "compress", compress, first, second
-    compress(first, tmp_path / "C"), compress(second, tmp_path / "C2")
-    yield "restore", restore, tmp_path / "C", tmp_path / "C2"
-    sources = [another(tmp_path / name, seed, plain, checkpoints.CONFIG) for name, seed in (("B", 0), ("B2", 1))]
-    yield "quantize", quantize, *sources
-
-
-def test_another_source_into_a_finished_directory(tmp_path):
-    for name, call, first, second in commands(tmp_path):
-        out = tmp_path / f"out-{name}"
-        call(first, out)
-        before = checkpoints.tree(out)
-        assert str(out) in one_line(call, second, out)
-        assert checkpoints.tree(out) == before, name
-        shutil.rmtree(out)
-        shutil.copytree(second, out)  # a directory that this command never made
-        before = checkpoints.tree(out)
-        one_line(call, first, out)
-        assert checkpoints.tree(out) == before, name
-
-
-class Interrupted(Exception):
-    pass
-
-
-def test_another_source_into_an_unfinished_directory(tmp_path, monkeypatch):
-    module = {
-        "compress": "compression.publish",
-        "restore": "restoration._restore_files",
-        "quantize": "quantization.write_file",
-    }
-
-    def interrupt(*_, **__):
-        raise Interrupted
-
-    for name, call, first, second in commands(tmp_path):
-        out = tmp_path / f"out-{name}"
-        with monkeypatch.context() as patch, pytest.raises(Interrupted):
-            patch.setattr(f"finegrained_kernels.checkpoint.{module[name]}", interrupt)
-            call(first, out)
-        before = checkpoints.tree(out)
-        text = one_line(call, second, out)
-        assert f"was begun by `{name} {first.resolve()}`" in text
-        for other in (compress, quantize):  # as a source of something else
-            assert f"run `{name} {first.resolve()}` on it again" in one_line(other, out, tmp_path / "elsewhere")
-        for reader in (inspect, load_layer_scales, restore):
-            arguments = {"inspect": (), "load_layer_scales": (0, "up_proj"), "restore": (tmp_path / "elsewhere",)}
-            one_line(reader, out, *arguments[reader.__name__])
-        assert any(fault.file == ".incomplete" for fault in verify(out).faults) or name != "compress"
-        assert {k: v for k, v in checkpoints.tree(out).items() if not k.endswith("-lock")} == {
-            k: v for k, v in before.items() if not k.endswith("-lock")
-        }
-        call(first, out)
-        assert not (out / ".incomplete").exists()
-
-
-RACE = """
-import sys
-from pathlib import Path
-from finegrained_kernels import load
-from finegrained_kernels import checkpoint
-load()
-command, source, destination, gate = sys.argv[1:]
-print("ready", flush=True)
-while not Path(gate).exists():
-    pass
-try:
-    getattr(checkpoint, command)(source, destination, jobs=1)
-except checkpoint.CheckpointError as error:
-    print(error)
-    sys.exit(3)
-"""
-
-
-def test_two_sources_at_once(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name, call, *sources in commands(tmp_path):
-        alone = []
-        for i, path in enumerate(sources):
-            call(path, tmp_path / f"alone-{name}-{i}")
-            alone.append(checkpoints.tree(tmp_path / f"alone-{name}-{i}"))
-        out, gate = tmp_path / f"raced-{name}", tmp_path / f"gate-{name}"
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", RACE, name, str(path), str(out), str(gate)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for path in sources
-        ]
-        for process in processes:
-            assert process.stdout.readline() == "ready\n"
-        gate.touch()
-        codes = [process.wait() for process in processes]
-        assert sorted(codes) == [0, 3], name
-        assert checkpoints.tree(out) == alone[codes.index(0)], name
-
-
-def test_a_stale_claim_of_a_source_that_moved(tmp_path, monkeypatch):
-    """What the message says to do works: remove the folder, and finished shards are kept if they are the source's."""
-    source = another(tmp_path / "S")
-
-    def interrupt(*_, **__):
-        raise Interrupted
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("finegrained_kernels.checkpoint.compression.publish", interrupt)
-        compress(source, tmp_path / "out")
-    moved = source.rename(tmp_path / "moved")
-    one_line(compress, moved, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / ".incomplete")
-    assert compress(moved, tmp_path / "out").resumed == 3
-    assert verify(tmp_path / "out", against=moved).faults == []
-
-
-def test_a_file_of_the_users_in_the_work_folder_is_not_removed(source, tmp_path):
-    out = tmp_path / "out"
-    (out / ".incomplete").mkdir(parents=True)
-    (out / ".incomplete" / "notes.txt").write_text("mine")
-    assert "notes.txt" in one_line(compress, source, out)
-    assert checkpoints.tree(out) == {".incomplete/notes.txt": hashlib.sha256(b"mine").hexdigest()}
-
-
-KILLER = """
-import os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from finegrained_kernels import load
-from finegrained_kernels import checkpoint
-load()
-name, source, root, kills = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-
-def fork(destination):
-    child = os.fork()
-    if child == 0:
-        getattr(checkpoint, name)(source, destination, jobs=2)
-        os._exit(0)
-    return child
-
-begin = time.perf_counter()
-assert os.waitpid(fork(root / "timed"), 0)[1] == 0
-duration = time.perf_counter() - begin
-moments = random.Random(20)
-for kill in range(kills):
-    destination = root / str(kill)
-    child = fork(destination)
-    time.sleep(moments.random() * duration)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert os.waitpid(fork(destination), 0)[1] in (0, 256), kill  # 1 where it had finished, and is refused
-"""
-
-
-@pytest.mark.parametrize("name", ["quantize", "restore"])
-def test_killed_at_random_moments(tmp_path, name):
-    """`compress` is killed in test_checkpoint_interruptions.py."""
-    big = checkpoints.random_moe(layers=3, experts=8, hidden=256, inter=256)
-    source = checkpoints.write_checkpoint(
-        tmp_path / "S", big, checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
-    )
-    if name == "restore":
-        compress(source, tmp_path / "C")
-        source, expected = tmp_path / "C", checkpoints.tree(source)
-    else:
-        weights = {k: torch.randn(v.shape[0], 2 * v.shape[1]) if v.dtype == torch.uint8 else v for k, v in big.items()}
-        weights = {k: v for k, v in weights.items() if k.endswith(".weight")}
-        source = checkpoints.write_checkpoint(
-            tmp_path / "B", weights, checkpoints.CONFIG, shard_of=checkpoints.by_layer
-        )
-        quantize(source, tmp_path / "expected")
-        expected = checkpoints.tree(tmp_path / "expected")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", KILLER, name, str(source), str(tmp_path / "runs"), "20"]
-    (tmp_path / "runs").mkdir()
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for kill in range(20):
-        assert checkpoints.tree(tmp_path / "runs" / str(kill)) == expected, kill
-
-
-def test_quantize_ends_where_its_source_does(tmp_path, monkeypatch):
-    """A source that is cut short while it is read ended in a loop that read nothing for ever."""
-    source = another(tmp_path / "B", 0, plain, checkpoints.CONFIG)
-    original = os.pread
-
-    def cut(fd, size, offset):
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        if path.endswith(".safetensors") and offset > 0:
-            os.truncate(path, offset)
-        return original(fd, size, offset)
-
-    monkeypatch.setattr(os, "pread", cut)
-    assert "cut short" in one_line(quantize, source, tmp_path / "out", jobs=1)
-
-
-@pytest.mark.parametrize("command", [compress, quantize])
-def test_a_source_that_changes_while_it_is_read(tmp_path, monkeypatch, command):
-    source = another(tmp_path / "S", 0, *([plain, checkpoints.CONFIG] if command is quantize else []))
-    original = AtomicFile.write
-
-    def write(self, data):
-        for path in source.glob("*.safetensors"):
-            with open(path, "r+b") as file:
-                file.seek(-1, os.SEEK_END)
-                file.write(b"U")
-        return original(self, data)
-
-    monkeypatch.setattr(AtomicFile, "write", write)
-    assert "changed while it was read" in one_line(command, source, tmp_path / "out", jobs=1)
-
-
-def test_a_plane_that_changes_between_the_passes(source, monkeypatch):
-    """Its old times put back: only the bytes tell."""
-    from finegrained_kernels.checkpoint.shards import ShardWork
-
-    original = ShardWork._encode
-
-    def encode(self, shard, header, fd):
-        result = original(self, shard, header, fd)
-        if result[0]:
-            name = next(iter(result[0]))
-            path, place = self.source.root / shard, header.data_start + header.tensors[name].begin
-            times = path.stat()
-            with open(path, "r+b") as file:
-                file.seek(place)
-                byte = file.read(1)
-                file.seek(place)
-                file.write(bytes([byte[0] ^ 1]))
-            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        return result
-
-    monkeypatch.setattr(ShardWork, "_encode", encode)
-    assert "weight_scale: changed while it was read" in one_line(compress, source, source.parent / "out", jobs=1)
-
-
 def test_links_that_leave_the_checkpoint(source, tmp_path):
     (tmp_path / "secret.txt").write_text("secret")
     (source / "notes.txt").symlink_to(tmp_path / "secret.txt")
@@ -463,21 +204,6 @@ def test_a_manifest_of_something_else(source):
     (source / "manifest.json").write_text('{"name": "an app"}')
     compress(source, source.parent / "small")
     assert verify(source.parent / "small", against=source).faults == []
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_permissions_are_kept(source, tmp_path, layout):
-    modes = {
-        "tokenizer.json": 0o600,
-        "config.json": 0o640,
-        "model-00002-of-00003.safetensors": 0o600,
-        "README.md": 0o444,
-    }
-    for name, mode in modes.items():
-        (source / name).chmod(mode)
-    compress(source, tmp_path / "small", layout=layout)
-    restore(tmp_path / "small", tmp_path / "again")
-    assert {name: (tmp_path / "again" / name).stat().st_mode & 0o777 for name in modes} == modes
 
 
 def flips(root: Path, count: int, seed: int):
@@ -587,31 +313,6 @@ def check_mutations(root: Path, sandbox: Path, count: int, seed: int) -> None:
 def test_mutated_records_indices_and_configs(made, tmp_path):
     """120 here; as a script this file does 10,000."""
     check_mutations(made, tmp_path / "sandbox", 120, seed=11)
-
-
-def sparse(path: Path, tensors: dict) -> None:
-    """A safetensors file of these entries (dtype, shape, bytes) whose data takes no room on the disk."""
-    header, end = {}, 0
-    for name, (dtype, shape, size) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, 8 + len(text) + end)
-
-
-def module(name: str, rows: int, cols: int, words: int | None = None) -> dict:
-    scale = f"{name}.weight_scale"
-    if words is None:
-        parts = {scale: ("F8_E4M3", [rows, cols], rows * cols)}
-    else:
-        size = rows // 16 * (16 + 8 * cols)
-        parts = {
-            f"{scale}.nvfp4_csf_fixed": ("U8", [size], size),
-            f"{scale}.nvfp4_csf_exceptions": ("U32", [words], 4 * words),
-        }
-    weight = {f"{name}.weight": ("U8", [rows, 8 * cols], rows * 8 * cols)}
-    return {**weight, **parts, f"{name}.weight_scale_2": ("F32", [], 4)}
 
 
 def test_exceptions_without_a_bound(tmp_path):

@@ -86,6 +86,7 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hf", "container"])
 def test_killed_at_random_moments_then_resumed(source, tmp_path, layout):
     before = checkpoints.tree(source)
@@ -285,6 +286,7 @@ print(json.dumps(peaks))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["hf", "container"])
 def test_peak_memory_is_one_shard_and_200_mb(bundle, tmp_path, layout):
     """The interpreter, torch and the bundle included."""
