@@ -16,6 +16,7 @@ from rich.table import Table
 
 from finegrained_kernels import BundleIntegrityError, BundleUnavailableError
 from finegrained_kernels import checkpoint as checkpoints
+from finegrained_kernels.checkpoint.errors import printable
 from finegrained_kernels.checkpoint.inspection import USABLE, InspectReport, ScaleStats
 from finegrained_kernels.checkpoint.output import DEFAULT_JOBS
 from finegrained_kernels.checkpoint.restoration import restored_bytes
@@ -75,7 +76,7 @@ def compress(
     share = f" ({after / before:.1%})" if before else ""
     typer.echo(f"{report.compressed} scales: {_size(before)} -> {_size(after)}{share}")
     for name, why in report.left_dense.items():
-        typer.echo(f"left dense: {name}: {why}")
+        typer.echo(f"left dense: {printable(name)}: {why}")
 
 
 def verify(
@@ -188,8 +189,9 @@ def _size(count: float) -> str:
 
 
 def _print_report(report: InspectReport) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 180)
-    table = Table(title=f"{report.name}: {report.layout}, {report.shards} shards, {report.tensors} tensors")
+    # Names are a stranger's: brackets in them are no markup, and what is not printable does not reach the terminal.
+    console = Console(width=None if sys.stdout.isatty() else 180, markup=False, emoji=False)
+    table = Table(title=f"{printable(report.name)}: {report.layout}, {report.shards} shards, {report.tensors} tensors")
     texts = ("kind", "layer", "projection", "algorithm")
     for name in (*texts, "planes", "compressed", "plane", "dense", "stored", "exceptions"):
         table.add_column(name, justify="left" if name in texts else "right", no_wrap=name in texts)
@@ -199,9 +201,9 @@ def _print_report(report: InspectReport) -> None:
     sizes = f"{_size(report.stored_bytes)} stored, {_size(report.dense_bytes)} with dense scales"
     console.print(f"tensors: {sizes}, {_size(report.least_bytes)} or more with all NVFP4 scales compressed")
     for other in report.others:
-        console.print(f"{other.kind}: {other.weights} weights in {other.format}, {_size(other.nbytes)}")
+        console.print(f"{other.kind}: {other.weights} weights in {printable(other.format)}, {_size(other.nbytes)}")
     if report.kv_cache:
-        console.print(f"KV cache: {report.kv_cache}")
+        console.print(f"KV cache: {printable(report.kv_cache)}")
     console.print(f"tensor-parallel sizes that work: {', '.join(map(str, report.tp_sizes)) or 'none'}")
     fits = ", ".join(f"{counts['stored']} x {gib} GiB" for gib, counts in report.fits.items())
     console.print(f"fits in {USABLE:.0%} of: {fits}")
@@ -211,10 +213,7 @@ def _print_report(report: InspectReport) -> None:
 
 def _row(stats: ScaleStats) -> tuple[str, ...]:
     return (
-        stats.kind,
-        stats.layer,
-        stats.projection,
-        stats.algorithm or "",
+        *map(printable, (stats.kind, stats.layer, stats.projection, stats.algorithm or "")),
         str(stats.planes),
         str(stats.compressed),
         f"{stats.rows} x {stats.cols}",

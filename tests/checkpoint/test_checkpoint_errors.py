@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import checkpoints
+from attacks import module, sparse
 from finegrained_kernels import cli
 from finegrained_kernels.checkpoint import CheckpointError, compress, inspect, push, verify
 from model_hub import ModelHub
@@ -165,6 +166,22 @@ def test_half_of_a_unicode_character(source, tmp_path, file):
 
 def test_devices_that_hold_no_bytes(source, tmp_path):
     assert "expected cpu or cuda" in refused("compress", source, tmp_path / "out", "--device", "meta")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("a[/red]b", "a[/red]b"), ("a[bold]b", "a[bold]b"), ("a\nb", "a\\nb"), ("\x1b[31mb", "\\x1b[31mb")],
+)
+def test_names_are_shown_as_they_are(tmp_path, name, shown):
+    """Brackets were taken for markup, which ended in a traceback, and escape sequences reached the terminal."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    sparse(source / "model.safetensors", module(f"model.{name}.up_proj", 16, 2))
+    for command in (["inspect", source], ["compress", source, tmp_path / "out"]):
+        result = CliRunner().invoke(cli.app, [str(argument) for argument in command])
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert f"model.{shown}" in result.stdout and "\x1b[31m" not in result.output
 
 
 def test_an_interruption_says_how_to_go_on(source, tmp_path, monkeypatch):
