@@ -28,6 +28,11 @@ from finegrained_kernels.checkpoint.quantization_config import (
 
 ENCODING = "weight_scale_encoding"
 CSF = "csf"
+WEIGHTS = "transformers_weights"
+NOTICE = "compressed scales: pip install finegrained-kernels, import finegrained_kernels.integrations.transformers"
+"""What config.json has as `transformers_weights`, the name of a weights file. Without that import transformers looks
+for the file and fails, with its name in the message; the integration knows better."""
+
 _PACKED = "nvfp4-pack-quantized"
 _SCALING_KEYS = ("has_zero_point", "pre_quant_scale")  # of AWQ, which ModelOpt writes beside the algorithm
 
@@ -120,6 +125,8 @@ def mark_config(
                 entries = {name: entry for name, entry in entries.items() if name in compressed}
         section[TABLE] = {**(section.get(TABLE) or {}), **_encoded(entries, compressed)}
     parent[path[-1]] = section
+    if compressed:
+        document.setdefault(WEIGHTS, NOTICE)
     return document
 
 

@@ -18,6 +18,7 @@ from finegrained_kernels.checkpoint.headers import Header, TensorInfo, check_ten
 from finegrained_kernels.checkpoint.layouts import (
     CONFIG,
     CONTRACT,
+    HF_LAYOUT,
     HF_QUANT_CONFIG,
     INDEX_SUFFIX,
     MANIFEST,
@@ -25,6 +26,7 @@ from finegrained_kernels.checkpoint.layouts import (
     open_checkpoint,
     read_layout,
 )
+from finegrained_kernels.checkpoint.model_card import CARD, has_section, with_section
 from finegrained_kernels.checkpoint.paths import own_files
 
 _CONNECTIONS = 8
@@ -90,7 +92,9 @@ def push(
 ) -> str:
     """Upload a finished compressed checkpoint, digest records included, to a model repository, made if need be.
 
-    Only its structure is checked: `verify` it before. Returns the commit's URL.
+    A model card that does not say what is compressed, of an earlier version or written anew, is uploaded with a section
+    that does; the directory is not changed. Only its structure is checked: `verify` it before. Returns the commit's
+    URL.
 
     Raises:
         CheckpointError: the directory is not finished, not consistent, or has no compressed scales; or the hub refuses.
@@ -105,6 +109,13 @@ def push(
         raise CheckpointError(
             [Fault(CONFIG, None, f"marks {len(marked)} modules, but {len(compressed)} are compressed")]
         )
+    path = root / CARD
+    card = path.read_bytes() if path.exists() else b""
+    add_section = opened.layout.kind == HF_LAYOUT and not has_section(card)  # of a container, SHA256SUMS has each file
+    if add_section:
+        planes = [plane for plane in opened.planes.values() if plane.compressed]
+        card = with_section(card, planes, {name: info for name, (_, info) in opened.located.items()})
+        files = [name for name in files if name != CARD]
     api = HfApi()
     with _hub_errors(repo_id):
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -115,4 +126,9 @@ def push(
             commit_message=message,
             allow_patterns=[glob.escape(name) for name in files],
         )
+        if add_section:
+            message = "Say what reads the compressed scales"
+            commit = api.upload_file(
+                repo_id=repo_id, path_in_repo=CARD, path_or_fileobj=card, revision=revision, commit_message=message
+            )
     return commit.commit_url

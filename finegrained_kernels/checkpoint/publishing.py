@@ -20,13 +20,12 @@ from finegrained_kernels.checkpoint.layouts import (
     Checkpoint,
     read_json,
 )
+from finegrained_kernels.checkpoint.model_card import CARD, with_section
 from finegrained_kernels.checkpoint.names import FIXED, Plane, group_by_scale
 from finegrained_kernels.checkpoint.paths import DIGESTS, check_link, own_files
 from finegrained_kernels.checkpoint.records import Job, read_records, source_name, write_written
 from finegrained_kernels.checkpoint.stream import copy_file, file_sha256, write_file
 from finegrained_kernels.checkpoint.wire import CODEC
-
-_CARD = "README.md"
 
 
 def other_files(checkpoint: Checkpoint) -> Iterator[str]:
@@ -48,9 +47,9 @@ def other_files(checkpoint: Checkpoint) -> Iterator[str]:
 def rewritten_files(checkpoint: Checkpoint) -> list[str]:
     """Those of `other_files` that say something about the shards, and so are kept twice: as they were, and as they are.
 
-    The model card is among them, since whoever publishes the result will write another.
+    The model card is among them: it gains a section, and whoever publishes the result may change it further.
     """
-    names = [CONFIG, HF_QUANT_CONFIG, checkpoint.layout.index, _CARD]
+    names = [CONFIG, HF_QUANT_CONFIG, checkpoint.layout.index, CARD]
     return [name for name in names if name is not None and (checkpoint.root / name).exists()]
 
 
@@ -73,17 +72,17 @@ def publish(source: Checkpoint, planes: Mapping[str, Plane], job: Job, destinati
     for name, digest in job.rewritten.items():
         if copy_file(source.root / name, destination / source_name(name), work, source_name(name)) != digest:
             raise CheckpointError([Fault(name, None, "changed while the checkpoint was compressed")])
-    kept = job.copied | {name: digest for name, digest in job.rewritten.items() if name == _CARD}
-    for name, digest in kept.items():
+    for name, digest in job.copied.items():
         if copy_file(source.root / name, metadata / name, work, name) != digest:
             raise CheckpointError([Fault(name, None, "changed while the checkpoint was compressed")])
-    compressed = {
-        planes[name.removesuffix(FIXED)].layer_module
-        for header in headers.values()
-        for name in header.tensors
-        if name.endswith(FIXED)
-    }
-    marked = marked_files(source, planes, compressed)
+    tensors = {name: info for header in headers.values() for name, info in header.tensors.items()}
+    compressed = [planes[name.removesuffix(FIXED)].as_compressed() for name in tensors if name.endswith(FIXED)]
+    card = source.root / CARD
+    text = card.read_bytes() if card.exists() else b""
+    text = with_section(text, compressed, tensors) if compressed else text
+    if text:
+        write_file(metadata / CARD, text, work, CARD, like=card if card.exists() else None)
+    marked = marked_files(source, planes, {plane.layer_module for plane in compressed})
     for name, content in marked.items():
         write_file(metadata / name, content, work, name, like=source.root / name)
     write_written({name: hashlib.sha256(content).hexdigest() for name, content in marked.items()}, destination, work)

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from threading import Event
 from typing import Any
 
-from finegrained_kernels.checkpoint.config import dump_json, marked_layers
+from finegrained_kernels.checkpoint.config import NOTICE, WEIGHTS, dump_json, marked_layers
 from finegrained_kernels.checkpoint.contents import ContentCheck
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.layouts import (
@@ -235,6 +235,8 @@ def _without_quantization(name: str, document: Mapping[str, Any]) -> dict[str, A
     for part in outer:
         inner[part] = inner = dict(inner[part])
     inner.pop(key, None)
+    if copied.get(WEIGHTS) == NOTICE:
+        del copied[WEIGHTS]
     return copied
 
 

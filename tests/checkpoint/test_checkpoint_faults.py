@@ -282,7 +282,6 @@ def test_a_config_that_marks_other_layers(small, change, expected):
 
 def test_the_model_card_may_change(compressed, source, tmp_path):
     small = shutil.copytree(compressed / "hf", tmp_path / "hf")
-    assert (small / "README.md").read_bytes() == (source / "README.md").read_bytes()
     (small / "README.md").write_text("# Now with compressed scales\n")
     assert found(small) == set()
     restore(small, tmp_path / "out")

@@ -107,6 +107,7 @@ def test_a_nested_config_is_rewritten_where_it_is(tmp_path):
     compress(source, tmp_path / "small")
     before, after = (json.loads((root / "config.json").read_text()) for root in (source, tmp_path / "small"))
     table = after["text_config"]["compression_config"].pop("quantized_layers")
+    assert after.pop("transformers_weights").endswith("import finegrained_kernels.integrations.transformers")
     assert after == before
     assert set(table) == {"model.language_model.layers.0.mlp.experts"}
 

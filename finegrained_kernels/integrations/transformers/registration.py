@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, modeling_utils
 from transformers.integrations.moe import ExpertsInterface
 from transformers.quantizers import auto
 
+from finegrained_kernels.checkpoint.config import NOTICE, WEIGHTS
 from finegrained_kernels.checkpoint.layouts import HF_QUANT_CONFIG, read_json
 from finegrained_kernels.checkpoint.quantization_config import MODELOPT, find_section, read_quantization
 from finegrained_kernels.integrations.transformers.config import CHECKPOINT, METHOD, NVFP4CSFConfig
@@ -58,6 +59,8 @@ def claim(config: PreTrainedConfig, *, asked: bool) -> None:
     Raises:
         CheckpointError: the quantization config cannot be understood, and the checkpoint is to be ours.
     """
+    if getattr(config, WEIGHTS, None) == NOTICE:  # no file's name, but a message to who lacks this import
+        delattr(config, WEIGHTS)
     document = config.to_dict()
     _, section = find_section(document)
     own = None if section else _hf_quant_config(config)
