@@ -146,7 +146,8 @@ def faults_of(case: Case, arch: str, kernel: Any, shared: int, spilled: int) -> 
     faults = [f"{case.name} spills {spilled} bytes on {arch}"] if spilled else []
     if shared > SHARED_BYTES[arch]:
         faults.append(f"{case.name} takes {shared} bytes of shared memory on {arch}, which has {SHARED_BYTES[arch]}")
-    if kernel.metadata.shared <= UNASKED_BYTES < shared:
+    is_asked_for = case.kernel.__name__ == "nvfp4_split_kernel"  # by launching.py
+    if kernel.metadata.shared <= UNASKED_BYTES < shared and not is_asked_for:
         faults.append(f"{case.name} takes {shared} bytes of shared memory, for which Triton does not ask {arch}")
     if case.kernel.__name__ in ("decode_kernel", "choose_kernel", "write_kernel") and re.search(
         r"f8E|e4m3|e5m2", kernel.asm["ttir"]

@@ -47,6 +47,9 @@ class Recorder:
     def __getitem__(self, grid) -> Callable[..., None]:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
+    def warmup(self, *args, **kwargs) -> None:
+        """What a launch in clusters asks for first."""
+
 
 @contextlib.contextmanager
 def recorded(*modules: ModuleType) -> Iterator[list]:
@@ -81,9 +84,54 @@ def make_case(name: str, archs: tuple[str, ...], kernel: JITFunction, args: tupl
     return Case(name, kernel, constants, types, options, archs)
 
 
+@contextlib.contextmanager
+def unpacked_ahead(dispatch: ModuleType, ahead: ModuleType) -> Iterator[None]:
+    """GEMMs that are unpacked ahead of cuBLAS, which is not called."""
+    product = unittest.mock.Mock(workspace_bytes=16)
+    with (
+        unittest.mock.patch.object(dispatch, "unpacks_ahead", lambda *_: True),
+        unittest.mock.patch.object(ahead.cublas, "plan", lambda *_: product),
+        unittest.mock.patch.object(torch.cuda, "current_stream", unittest.mock.Mock()),
+    ):
+        yield
+
+
+def split_cases(split: ModuleType, gemm: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, GEMM, tile) of every tile that the table has of one weight, at the first shape it has it for, scales in
+    either form; and one of everything at once."""
+    w4a16 = {"activation_format": "bf16"}
+    first: dict[Any, tuple[int, int, int]] = {}
+    for (weight_rows, depth), entries in split.load_split_table("NVIDIA H200").items():
+        for tokens, config in entries:
+            first.setdefault(config, (weight_rows, depth, tokens))
+    for config, (weight_rows, depth, tokens) in first.items():
+        tile = f"split {config.block_n}x{config.block_k}x{config.block_t} by {config.programs}"
+        for compressed in (False, True):
+            g = gemm(weight_rows, depth, tokens, "dense", compressed=compressed, **w4a16)
+            name = f"{'fused ' if compressed else ''}{tile} {weight_rows}x{depth}, {tokens} tokens"
+            yield name, g, config
+    requantized = {"quantize_output": True, "output_global_scale": torch.ones(1)}
+    for compressed in (False, True):
+        g = gemm(2048, 4096, 64, "dense", gate=True, compressed=compressed, **requantized)
+        config = split.default_split(4096, 4096, 64, 132)
+        yield f"split{' fused' if compressed else ''} gated w4a4 requantized", g, config
+
+
 def gemm_cases(bundle: ModuleType) -> list[Case]:
     """Every GEMM kernel, at tiles of decode and of prefill, with each kind of routing, scales and output."""
-    names = ("dispatch", "kernels.sm100_scaled", "kernels.mma", "kernels.sm90_wgmma", "config", "problem", "smem_plan")
+    names = (
+        "dispatch",
+        "split",
+        "ahead",
+        "kernels.sm90_split",
+        "kernels.unpack_ahead",
+        "kernels.sm100_scaled",
+        "kernels.mma",
+        "kernels.sm90_wgmma",
+        "config",
+        "problem",
+        "smem_plan",
+    )
     modules = {name: importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in names}
     dispatch, configs, plan = modules["dispatch"], modules["config"], modules["smem_plan"]
     check_gemm = modules["problem"].check_gemm
@@ -173,6 +221,13 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     g = gemm(2560, 160, 8, "batched", a_global_scale=torch.ones(E))
     add_gemm("scaled batched", BLACKWELL, g, scaled=True)
     add_gemm("scaled prefill gated", BLACKWELL, gemm(640, 2560, 4096, "grouped", gate=True), scaled=True)
+    for name, g, config in split_cases(modules["split"], gemm):
+        with unittest.mock.patch.object(dispatch, "choose_split", lambda *_, config=config: config):
+            add(name, ("sm_90",), lambda g=g: dispatch.run_on_gpu(g))
+    for compressed in (False, True):
+        g = gemm(4096, 4096, 4096, "dense", compressed=compressed, **w4a16)
+        with unpacked_ahead(dispatch, modules["ahead"]):
+            add(f"unpack {'fused' if compressed else 'dense'}", ("sm_90",), lambda g=g: dispatch.run_on_gpu(g))
     rows, codes = torch.empty(8, 2560, dtype=torch.bfloat16), torch.empty(8, 1280, dtype=torch.uint8)
     index, scales = torch.zeros(1, 8, dtype=torch.int64), torch.empty(8, 160, dtype=torch.uint8)
     add("permute_tokens", ("sm_90",), lambda: modules["kernels.sm90_wgmma"].permute_tokens(rows, 8))

@@ -6,7 +6,7 @@ from .csf.decode import csf_workspace_size, decompress_nvfp4_csf_scales
 from .csf.encode import compress_nvfp4_csf_scales
 from .csf.scales import NVFP4CSFScales, prepare_nvfp4_csf_scales
 from .csf.wire import NVFP4CSFWire, WireFault
-from .gemm.api import matmul_2d, matmul_batched, matmul_grouped
+from .gemm.api import matmul_2d, matmul_2d_scratch_size, matmul_batched, matmul_grouped
 from .moe.experts import NVFP4Experts
 from .moe.layer import expand_scales, moe_forward, uses_expanded_scales
 from .moe.prefetch import ScalePrefetcher
@@ -27,6 +27,7 @@ __all__ = [
     "decompress_nvfp4_csf_scales",
     "expand_scales",
     "matmul_2d",
+    "matmul_2d_scratch_size",
     "matmul_batched",
     "matmul_grouped",
     "moe_forward",

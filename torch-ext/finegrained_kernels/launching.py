@@ -27,6 +27,9 @@ from .recording import Launch, current_recorder, forgo_plan
 _FIRST_VERSION, _LAST_VERSION = (3, 6), (3, 9)
 """Versions of Triton whose `CompiledKernel.run` takes what `BoundKernel` passes."""
 
+_UNASKED_BYTES = 48 << 10
+"""Shared memory that every program may have."""
+
 
 class BoundKernel:
     """A kernel with its constants, and options such as `num_warps`, chosen. Its constant parameters come last.
@@ -34,10 +37,13 @@ class BoundKernel:
     Called with a grid of one to three and the other arguments by position. The first is a tensor, on the device that
     the kernel is launched on, and all others lie there too, or in page-locked memory, which a GPU knows by the same
     address as the host does.
+
+    With a `cluster`, as many neighbours of the grid run as one, and the grid counts clusters.
     """
 
-    def __init__(self, kernel: Any, **constants: Any) -> None:
+    def __init__(self, kernel: Any, cluster: int | None = None, **constants: Any) -> None:
         self.kernel = kernel
+        self.cluster = cluster
         self.constants = constants
         self._trailing = _trailing_constants(kernel, constants) if _is_known_case(kernel) else None
         self._compiled: dict[tuple, tuple] = {}
@@ -50,7 +56,7 @@ class BoundKernel:
         if trailing is None or specialized is None:
             forgo_plan()
             with on_device(device):
-                self.kernel[grid](*arguments, **self.constants)
+                self._launch_by_triton(grid, arguments)
             return
         index = device.index
         if index != torch.cuda.current_device():
@@ -61,7 +67,7 @@ class BoundKernel:
         compiled = self._compiled.get(key)
         x, y, z = (*grid, 1, 1)[:3]
         if compiled is None:
-            kernel = self.kernel[grid](*arguments, **self.constants)
+            kernel = self._launch_by_triton(grid, arguments)
             if isinstance(kernel, triton.compiler.CompiledKernel) and kernel.metadata.target.backend == "cuda":
                 compiled = self._compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata)
                 self._record(compiled, (x, y, z), arguments)
@@ -80,11 +86,30 @@ class BoundKernel:
                 Launch(*compiled, grid, (*arguments, *(self._trailing or ())), self.kernel.pre_run_hooks)
             )
 
+    def _launch_by_triton(self, grid: tuple[int, ...], arguments: tuple) -> Any:
+        if self.cluster is not None:
+            ask_for_cluster(self.kernel.warmup(*arguments, grid=grid, **self.constants), self.cluster)
+        return self.kernel[grid](*arguments, **self.constants)
+
+
+def ask_for_cluster(compiled: Any, size: int) -> None:
+    """Have a compiled kernel launched in clusters, which Triton does for kernels that it compiles for several programs
+    at once, and not for one that brings its own instructions for them.
+
+    Such kernels also declare shared memory that Triton does not know of; what a program may have beyond 48 KB has to be
+    asked for when the binary is loaded, even where Triton's own share is less.
+    """
+    if isinstance(compiled, triton.compiler.CompiledKernel):
+        num_warps, _, shared = compiled.packed_metadata
+        compiled.packed_metadata = (num_warps, size, shared)
+        if compiled.metadata.shared <= _UNASKED_BYTES:
+            compiled.metadata = compiled.metadata._replace(shared=_UNASKED_BYTES + 1)
+
 
 @functools.lru_cache(maxsize=None, typed=True)
-def bind(kernel: Any, **constants: Any) -> BoundKernel:
+def bind(kernel: Any, cluster: int | None = None, **constants: Any) -> BoundKernel:
     """The one `BoundKernel` of these constants."""
-    return BoundKernel(kernel, **constants)
+    return BoundKernel(kernel, cluster, **constants)
 
 
 def specialize(arguments: tuple) -> tuple[list, list] | None:

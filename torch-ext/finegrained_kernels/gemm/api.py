@@ -38,6 +38,17 @@ def matmul_2d(
     ))  # fmt: skip
 
 
+def matmul_2d_scratch_size(B: torch.Tensor, num_tokens: int) -> int:
+    """Bytes of scratch of a `matmul_2d` of `num_tokens` rows on B [N, K/2]: of the weights that it unpacks at a time,
+    for many tokens on Hopper; 0 where it unpacks none. Torch allocates it for the call, so layers share it."""
+    if B.device.type != "cuda":
+        return 0
+    from .ahead import scratch_size, unpacks_ahead  # Triton may be absent where only the CPU is used
+
+    rows, depth = B.shape[0], 2 * B.shape[1]
+    return scratch_size(rows, depth) if unpacks_ahead(B.device, rows, depth, num_tokens) else 0
+
+
 def matmul_batched(
     A: torch.Tensor, B: torch.Tensor, As: torch.Tensor | None = None, Bs: Scales | None = None, *,
     expert_ids: torch.Tensor, gather_idx: torch.Tensor | None = None, scatter_idx: torch.Tensor | None = None,

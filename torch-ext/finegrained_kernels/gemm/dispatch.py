@@ -16,15 +16,19 @@ from ..launching import bind
 from ..nvfp4.quantize_triton import expanded_operands, quantize_rows, quantized_operands
 from ..nvfp4.reference import GROUP
 from ..recording import forgo_plan
+from .ahead import is_plain, launch_ahead, unpacks_ahead
 from .capability import has_scaled_kernel, has_tensor_core_kernel
 from .config import choose_config, scaled_tile
 from .kernels.operands import BlockTile, Epilogue, Routing, Scales, Shape, Weight
 from .kernels.portable import portable_gemm_kernel
 from .problem import Gemm, fault
 from .smem_plan import Config, comes_whole, plan_tile, reads_compressed
+from .split import SplitConfig, choose_split, plan_split
 
 ALIGNMENT = 16
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+MMA_REGISTERS = 128
+"""Of a thread of `nvfp4_split_kernel` without warpgroups: left to choose, the assembler takes fewer, and spills."""
 PORTABLE_TILE = BlockTile(BLOCK_N=64, BLOCK_K=64, BLOCK_T=16)
 
 
@@ -35,6 +39,8 @@ def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
     if not gemm.num_rows:
         return outputs
     with on_device(gemm.a.device):
+        if config is None and run_one_weight(gemm, outputs):
+            return outputs
         gemm = with_readable_scales(gemm)
         if uses_scaled_kernel(gemm):
             launch_scaled(gemm, outputs)
@@ -45,6 +51,21 @@ def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
         else:
             launch_portable(gemm, activations, outputs)
     return outputs
+
+
+def run_one_weight(gemm: Gemm, outputs: list[torch.Tensor]) -> bool:
+    """Run a GEMM of one weight, whose rows are not routed, on what is made for it, if this device has that."""
+    is_routed = gemm.expert_ids is not None or gemm.expert_start is not None
+    if gemm.num_experts > 1 or is_routed or gemm.gather_idx is not None or gemm.scatter_idx is not None:
+        return False
+    device, weight_rows = gemm.a.device, gemm.b.shape[1]
+    if is_plain(gemm) and unpacks_ahead(device, weight_rows, gemm.depth, gemm.num_rows):
+        launch_ahead(gemm, aligned(gemm.a), outputs[0])
+        return True
+    split = choose_split(device, weight_rows, gemm.depth, gemm.num_rows)
+    if split is not None:
+        launch_split(gemm, split, prepare_activations(gemm), outputs)
+    return split is not None
 
 
 def check_memory(gemm: Gemm) -> None:
@@ -228,6 +249,27 @@ def launch_mma(
         forgo_plan()
         return kernel[(grid,)](*arguments, **constants)
     return bind(kernel, **constants)((grid,), *arguments)
+
+
+def launch_split(
+    gemm: Gemm, config: SplitConfig, activations: PreparedActivations, outputs: list[torch.Tensor]
+) -> None:
+    """One weight, a tile a cluster."""
+    from .kernels.sm90_split import nvfp4_split_kernel  # Gluon exists for NVIDIA builds of Triton
+    from .kernels.sm90_wgmma import permute_tokens
+
+    compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
+    plan = plan_split(config, gemm.num_cols, gemm.depth, gemm.gate, compressed)
+    assert plan is not None, config  # `choose_split` has seen to it
+    x = permute_tokens(activations.values, plan.GROUPS) if plan.WARPGROUP else activations.values
+    constants = {"SHAPE": kernel_shape(gemm, activations.global_scale), "TILE": plan, "num_warps": config.num_warps}
+    if not plan.WARPGROUP:
+        constants["maxnreg"] = MMA_REGISTERS
+    kernel = bind(nvfp4_split_kernel, cluster=plan.PROGRAMS, **constants)
+    weight = tensor_core_weight(gemm, has_strip=compressed)
+    kernel(
+        (cdiv(gemm.num_rows, plan.BLOCK_T) * plan.N_TILES,), x, weight, *kernel_arguments(gemm, activations, outputs)
+    )
 
 
 def brings_whole_scales(gemm: Gemm, config: Config) -> bool:

@@ -1,0 +1,97 @@
+"""Weights unpacked to bf16 in memory, for a GEMM of many tokens that reads them so. Each product of a code and a scale
+is exact in bf16.
+
+Bytes moved: 9 bits read and 2 bytes written a weight; the roof is a copy of as many. A program unpacks the weights of
+one offset tile of scales, and compressed scales as it goes: first by bases and codes, then, after a barrier, the groups
+of the tile's exceptions again.
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from ...csf.scales import TILE_BYTES
+from ...formats import NVFP4_CSF
+from .unpack import barrier
+
+POSITION_BITS = gl.constexpr(NVFP4_CSF.position_bits)
+TILE = gl.constexpr(TILE_BYTES)
+
+
+@gluon.jit
+def scale_values(byte):
+    """float32 of E4M3 bytes: exponent and mantissa moved into place read as the scale times 2^-120."""
+    byte = byte.to(gl.int32)
+    magnitude = ((byte & 0x7F) << 20).to(gl.float32, bitcast=True) * 2.0**120
+    magnitude = gl.where((byte & 0x7F) == 0x7F, float("nan"), magnitude)
+    return gl.where(byte >= 0x80, -magnitude, magnitude)
+
+
+@gluon.jit
+def code_values(code):
+    """float32 of E2M1 codes in the low 4 bits: moved into place they read as the value times 2^-126."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(gl.float32, bitcast=True) * 2.0**126
+
+
+@gluon.jit
+def unpacked(words, scales):
+    """Words of 8 codes [B] and their scales, float32 [B], as pairs of bf16, int32 [B, 4]."""
+    PARENT: gl.constexpr = words.type.layout.parent
+    shift = 8 * gl.arange(0, 4, gl.SliceLayout(0, PARENT))
+    codes = words[:, None] >> shift[None, :]
+    low = (code_values(codes) * scales[:, None]).to(gl.int32, bitcast=True)
+    high = (code_values(codes >> 4) * scales[:, None]).to(gl.int32, bitcast=True)
+    return ((low >> 16) & 0xFFFF) | (high & ~0xFFFF)
+
+
+@gluon.jit
+def patch_exceptions(out_ptr, words_ptr, scales, tile, PAIRS: gl.constexpr):
+    """Unpack the groups of a tile's exceptions again."""
+    BLOCK_X: gl.constexpr = 32 * gl.num_warps()
+    lane = gl.arange(0, BLOCK_X, gl.SliceLayout(1, PAIRS))
+    pair = gl.arange(0, 4, gl.SliceLayout(0, PAIRS))
+    end = gl.load(scales.exception_offsets + tile + 1)
+    for first in range(gl.load(scales.exception_offsets + tile), end, BLOCK_X):
+        exists = first + lane < end
+        word = gl.load(scales.exceptions + first + lane, mask=exists, other=0).to(gl.uint32, bitcast=True)
+        group = (word & ((1 << POSITION_BITS) - 1)).to(gl.int32, bitcast=True) - tile * TILE
+        scale = scale_values(word >> POSITION_BITS)
+        for half in gl.static_range(2):
+            codes = gl.load(words_ptr + (2 * group + half), mask=exists, other=0)
+            offsets = (2 * group + half)[:, None] * 4 + pair[None, :]
+            gl.store(out_ptr + offsets, unpacked(codes, scale), mask=exists[:, None])
+
+
+@gluon.jit(do_not_specialize=["first_tile"])
+def unpack_kernel(out_ptr, weight, factor_ptr, factors_ptr, first_tile, C: gl.constexpr, PLANE: gl.constexpr):
+    """From offset tile `first_tile` of a weight's PLANE scales on, C a row, one tile a program.
+
+    out: pairs of bf16, as int32. weight: operands.py; its codes in words of 8 (int32), its scales in bytes.
+    `factors` becomes (factor, 0): the multipliers that the GEMM after it reads.
+    """
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
+    scales = weight.scales
+    pid = gl.program_id(0)
+    if pid == 0:
+        gl.store(factors_ptr, gl.load(factor_ptr))
+        gl.store(factors_ptr + 1, 0.0)
+    tile = first_tile + pid
+    word = gl.arange(0, 2 * TILE, gl.SliceLayout(1, PAIRS))
+    pair = gl.arange(0, 4, gl.SliceLayout(0, PAIRS))
+    position = tile * TILE + word // 2
+    mask = position < PLANE
+    words_ptr = weight.codes + tile.to(gl.int64) * (2 * TILE)
+    out_ptr += pid.to(gl.int64) * (8 * TILE)
+    words = gl.load(words_ptr + word, mask=mask, other=0)
+    if scales.dense is not None:
+        byte = gl.load(scales.dense + position, mask=mask, other=0)
+    else:
+        code = gl.load(scales.codes + position // 2, mask=mask, other=0).to(gl.int32)
+        byte = gl.load(scales.bases + position // C, mask=mask, other=0).to(gl.int32)
+        byte += (code >> (position % 2 * 4)) & 15
+    gl.store(out_ptr + (word[:, None] * 4 + pair[None, :]), unpacked(words, scale_values(byte)), mask=mask[:, None])
+    if scales.dense is None:
+        barrier()
+        patch_exceptions(out_ptr, words_ptr, scales, tile, PAIRS)
