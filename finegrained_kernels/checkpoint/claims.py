@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from finegrained_kernels.checkpoint.paths import WORK
 from finegrained_kernels.checkpoint.stream import LOCK_SUFFIX, TEMPORARY_SUFFIX, locked, write_file
 
 _CLAIM = "claim.json"
+_COMMANDS = ("compress", "quantize", "restore")
+"""That fill a directory. No other is taken from a claim, which may come from strangers, to be told to a user."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Claim:
     command: str
     source: str
     identity: str
+
+    @property
+    def shown(self) -> str:
+        """For a message: what to type, but for the directory."""
+        return f"{self.command} {shlex.quote(printable(self.source))}"
 
     @classmethod
     def of(cls, command: str, source: Path, headers: Mapping[str, Header], options: Any) -> Claim:
@@ -49,7 +57,7 @@ def unfinished(root: Path) -> str | None:
     if not (root / WORK).exists():
         return None
     claim = _read(root / WORK)
-    finish = f"run `{claim.command} {printable(claim.source)}` on it again" if claim else "run what began it again"
+    finish = f"run `{claim.shown}` on it again" if claim else "run what began it again"
     return f"{root} is not finished ({WORK}/ is there): {finish}, or remove it"
 
 
@@ -95,19 +103,22 @@ def claimed(root: Path, source: Path, claim: Claim, is_ours: Callable[[], bool])
 
 
 def _check(root: Path, work: Path, claim: Claim, is_ours: Callable[[], bool]) -> None:
+    present = [work, *root.rglob("*")]
+    for path in present:
+        if path.is_symlink() and path.is_dir():  # what is written there would lie outside
+            raise CheckpointError(f"{path} is a link to a directory: give a new directory")
     found = _read(work)
     if found is not None:
         if found != claim:
-            what = f"{found.command} {printable(found.source)}"
             raise CheckpointError(
-                f"{root} was begun by `{what}` with another source, source files or options: run that again, "
+                f"{root} was begun by `{found.shown}` with another source, source files or options: run that again, "
                 f"or give a new directory"
             )
         return
     if foreign := sorted(path.name for path in work.iterdir() if not _is_own(path)) if work.is_dir() else []:
         raise CheckpointError(f"{work} holds files of somebody else ({printable(foreign[0])}): give a new directory")
-    others = (path for path in root.rglob("*") if path.is_file() and work not in path.parents) if root.exists() else ()
-    if any(others) and not is_ours():
+    others = (path for path in present if path.is_symlink() or (path.exists() and not path.is_dir()))
+    if any(work not in path.parents for path in others) and not is_ours():
         raise CheckpointError(f"{root} holds other files: give a new directory, or the one that was begun")
 
 
@@ -118,6 +129,8 @@ def _read(work: Path) -> Claim | None:
         return None
     fields = ("command", "source", "identity")
     if not isinstance(document, dict) or not all(isinstance(document.get(name), str) for name in fields):
+        return None
+    if document["command"] not in _COMMANDS:
         return None
     return Claim(*(document[name] for name in fields))
 

@@ -224,6 +224,8 @@ def _is_shard_or_index(name: str) -> bool:
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file called ``name`` in messages."""
+    if path.exists() and not path.is_file():  # reading a pipe, say, would never end
+        raise CheckpointError([Fault(name, None, "cannot be read: it is not a file")])
     try:
         text = path.read_bytes().decode()
         document = json.loads(text)

@@ -37,8 +37,8 @@ def other_files(checkpoint: Checkpoint) -> Iterator[str]:
     for shard in checkpoint.headers:
         check_link(checkpoint.root, shard)
     for name in own_files(checkpoint.root):
-        if name.startswith(f"{DIGESTS}/"):
-            message = "lies where compress keeps its records, and the checkpoint is not compressed: remove that folder"
+        if name.split("/")[0] == DIGESTS:
+            message = "lies where compress keeps its records, and the checkpoint is not compressed: remove it"
             raise CheckpointError([Fault(name, None, message)])
         if name not in checkpoint.headers:
             yield name

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event
 from types import ModuleType
 
-from finegrained_kernels.checkpoint.claims import Claim, claimed, finishing
+from finegrained_kernels.checkpoint.claims import Claim, claimed, finishing, unfinished
 from finegrained_kernels.checkpoint.contents import TensorReader, send_source
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, read_header
@@ -75,9 +75,12 @@ def restore(
 
     def is_ours() -> bool:
         """Whether all that the destination holds is what would be restored: then a run has restored it before."""
-        names = [path.relative_to(destination).as_posix() for path in destination.rglob("*") if path.is_file()]
-        theirs = [name for name in names if not name.startswith(f"{WORK}/")]
-        return all(name in digests and file_sha256(destination / name) == digests[name] for name in theirs)
+        files = {path.relative_to(destination).as_posix(): path for path in destination.rglob("*") if not path.is_dir()}
+        return all(
+            name in digests and path.is_file() and file_sha256(path) == digests[name]
+            for name, path in files.items()
+            if not name.startswith(f"{WORK}/")
+        )
 
     claim = Claim.of("restore", root, opened_checkpoint.headers, [job.to_json(), digests])
     with claimed(destination, root, claim, is_ours) as work:
@@ -95,8 +98,8 @@ def restore(
 
         with one_torch_thread():
             for_each_shard(list(job.shards), work, jobs, handle)
-        with finishing(work) as unfinished:
-            if unfinished:
+        with finishing(work) as alone:
+            if alone:
                 _restore_files(opened_checkpoint, job, destination, work)
     return RestoreReport(len(job.shards), len(resumed), job.source_bytes)
 
@@ -109,6 +112,8 @@ def restored_bytes(checkpoint: str | Path) -> int:
 def _read_job(root: Path) -> Job:
     if not root.is_dir():
         raise CheckpointError(f"{root} is not a directory")
+    if message := unfinished(root):
+        raise CheckpointError(message)
     job = read_job(root)
     if job is None:
         raise CheckpointError(f"{root} has no {DIGESTS}: which bytes its files had before is not known")
