@@ -49,6 +49,11 @@ chosen = [s for s in table.ON_CPU if s.tokens < 10 and s.depth < 200 and s.cols 
 for scenario in chosen[::4]:
     table.check_scenario(bundle, part("nvfp4.reference"), scenario, "cpu")
 
+import test_nvfp4_misuse as misuse
+for name in misuse.STARTS:
+    for indices in ("none", "gather and scatter"):
+        misuse.test_expert_starts_that_are_no_sequence(bundle, "cpu", name, indices)
+
 import test_nvfp4_poison as poison
 for gate, activation_format in ((True, "bf16"), (False, None)):
     poison.test_unused_values_change_nothing(bundle, "cpu", gate, activation_format, True, 48, 160)

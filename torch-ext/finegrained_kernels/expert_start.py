@@ -3,7 +3,7 @@
 
 The entries lie on the device, and are checked nowhere, as that would take a host sync. Whatever they are, nothing
 outside of inputs and results is touched: of an expert's rows, those count that exist. What kernels make of them is in
-gemm/kernels/weights.py and gemm/kernels/portable.py.
+gemm/kernels/schedule.py.
 """
 
 from __future__ import annotations

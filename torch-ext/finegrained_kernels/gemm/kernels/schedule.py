@@ -46,8 +46,9 @@ def count_tiles(experts, routing, num_rows, num_experts, BLOCK_T: tl.constexpr):
     elif routing.expert_start is not None:
         start = tl.load(routing.expert_start + experts, mask=experts < num_experts, other=0)
         end = tl.load(routing.expert_start + experts + 1, mask=experts < num_experts, other=0)
-        tile_ends = tl.associative_scan((tl.maximum(end - start, 0) + BLOCK_T - 1) // BLOCK_T, 0, add)
-        of_none = tl.maximum(num_rows - tl.load(routing.expert_start + num_experts), 0)
+        rows = tl.minimum(end, num_rows) - tl.maximum(start, 0)  # those that exist, whatever the entries
+        tile_ends = tl.associative_scan((tl.maximum(rows, 0) + BLOCK_T - 1) // BLOCK_T, 0, add)
+        of_none = tl.maximum(num_rows - tl.maximum(tl.load(routing.expert_start + num_experts), 0), 0)
         row_tiles = tl.max(tile_ends, axis=0) + (of_none + BLOCK_T - 1) // BLOCK_T
     else:
         row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
@@ -68,8 +69,10 @@ def find_tile(schedule, row_tile, n_tile, experts, BLOCK_T: tl.constexpr):
         before = schedule.tile_ends <= row_tile
         expert = tl.minimum(tl.max(tl.where(before, experts + 1, 0), axis=0), num_experts)
         first_tile = tl.max(tl.where(before, schedule.tile_ends, 0), axis=0)
-        first = tl.load(start_ptr + expert) + (row_tile - first_tile) * BLOCK_T
+        first = tl.minimum(tl.maximum(tl.load(start_ptr + expert), 0), schedule.num_rows)
+        first += (row_tile - first_tile) * BLOCK_T
         end = tl.load(start_ptr + expert + 1, mask=expert < num_experts, other=schedule.num_rows)
+        end = tl.minimum(end, schedule.num_rows)
     else:
         expert = row_tile * 0
         first = row_tile * BLOCK_T
