@@ -147,6 +147,8 @@ def machine(bundle, monkeypatch):
         monkeypatch.setattr(
             module, "scratch_of", lambda memory: scratches.setdefault(memory.data_ptr(), scratch.Scratch(GPU))
         )
+        monkeypatch.setattr(module, "current_stream", machine.current_stream)
+        monkeypatch.setattr(module, "stream_of", lambda stream, device: stream)
     monkeypatch.setattr(scratch, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(prefetch, "moe_forward", forward)
     monkeypatch.setattr(prefetch, "decode_scales", lambda layer, memory: machine.access(layer, write=True))

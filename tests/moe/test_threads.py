@@ -235,3 +235,13 @@ def test_compiled_code_does_not_take_turns(bundle, device):
         (out,) = in_threads(lambda _: compiled(*call), 1)
     assert torch.equal(out, bundle.moe_forward(dense[0], *call, **OPTIONS))
     assert bool((layers[0].scratch == 0x7F).all())
+
+
+def test_the_default_stream_is_a_stream(bundle, monkeypatch):
+    """Its handle is 0, which torch's `ExternalStream` takes for none, and gives another stream."""
+    scratch = importlib.import_module(f"{bundle.__name__}.moe.scratch")
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    device = torch.device("cuda", 0)
+    assert scratch.stream_of(0, device) == ("default", device)
+    assert scratch.stream_of(7, device) == (7, device)

@@ -91,6 +91,10 @@ class NVFP4Experts:
         if scratch is not None:
             check_apart("scratch", scratch, self.scratch_size, self._tensors())
 
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: whose turn it is with the scratch is nothing to a copy."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def _check_tensor(self, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
         value = getattr(self, name)
         if value is None and name.endswith("input_global"):

@@ -15,7 +15,6 @@ capture the same waits fork the side stream off and join it again.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +22,7 @@ import torch
 from ..csf.scales import NVFP4CSFScales
 from .experts import NVFP4Experts
 from .layer import moe_forward, uses_expanded_scales
-from .scratch import Scratch, decode_scales, scratch_of
+from .scratch import Scratch, current_stream, decode_scales, scratch_of, stream_of
 
 MAX_SCRATCHES = 2
 
@@ -62,17 +61,18 @@ class ScalePrefetcher:
         if scratch is None or not uses_expanded_scales(experts, num_tokens, strategy):
             return False
         with scratch.lock:
-            stream = scratch.stream()
+            stream = current_stream(scratch.device)
             turns = scratch.turns(stream)
             if turns is None or turns.holder is not None:
                 return turns is not None and turns.holder is experts
-            if self._side is not None and stream is not None:
-                self._side.wait_stream(stream)
-                stream = self._side
-            turns.begin(stream)
-            with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
+            if self._side is None or stream is None:
+                turns.begin(stream)
                 decode_scales(experts, experts.scratch)
-            turns.end(stream)
+            else:
+                self._side.wait_stream(stream_of(stream, scratch.device))
+                with torch.cuda.stream(self._side):
+                    turns.begin(current_stream(scratch.device))
+                    decode_scales(experts, experts.scratch)
             turns.hold(experts)
         return True
 
@@ -89,13 +89,12 @@ class ScalePrefetcher:
         if scratch is None:
             return moe_forward(experts, hidden_states, *routing, **options)
         with scratch.lock:
-            stream = scratch.stream()
+            stream = current_stream(scratch.device)
             turns = scratch.turns(stream)
             expanded = turns is not None and turns.holder is experts
             out = moe_forward(experts, hidden_states, *routing, scales_expanded=expanded, **options)
             if expanded and turns is not None and turns.holder is experts:  # the call read them compressed
                 turns.begin(stream)
-                turns.end(stream)
         return out
 
     def discard(self) -> None:
@@ -106,11 +105,10 @@ class ScalePrefetcher:
         """
         for scratch in set(self._scratch_of.values()):
             with scratch.lock:
-                stream = scratch.stream()
+                stream = current_stream(scratch.device)
                 turns = scratch.turns(stream)
                 if turns is not None and turns.holder is not None:
                     turns.begin(stream)
-                    turns.end(stream)
                 scratch.forget_captures()
 
 

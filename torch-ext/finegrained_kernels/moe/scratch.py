@@ -1,8 +1,8 @@
 """The scratch that layers share: what lies where in it, and how threads and streams take turns with it.
 
 From decoding to the last GEMM that reads what was decoded, a call has the scratch for itself. While it launches, a lock
-keeps other threads out. On a GPU the next use may come from another stream, which then waits for an event that the last
-one left; uses by one stream wait for nothing.
+keeps other threads out. On a GPU the next use may come from another stream, which then waits for an event of the last
+one's; uses by one stream leave none and wait for none.
 
 No event from outside can be waited for inside a graph capture, and a replay is a use that nothing here sees. So the
 uses in a capture are ordered among themselves, and the caller orders replays.
@@ -10,7 +10,6 @@ uses in a capture are ordered among themselves, and the caller orders replays.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
@@ -25,13 +24,14 @@ from .experts import NVFP4Experts, Scales
 
 
 class Turns:
-    """Uses of a scratch one after the other: those outside of captures, or those of one capture."""
+    """Uses of a scratch one after the other: those outside of captures, or those of one capture. Streams are the
+    handles that `current_stream` gives."""
 
-    def __init__(self, *, captured: bool = False) -> None:
-        self._captured = captured
+    def __init__(self, device: torch.device, *, captured: bool = False) -> None:
+        self._device, self._captured = device, captured
         self._holder: weakref.ref[NVFP4Experts] | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._end: torch.cuda.Event | None = None
+        self._stream: int | None = None
+        self._prefetched: torch.cuda.Event | None = None
 
     @property
     def holder(self) -> NVFP4Experts | None:
@@ -39,22 +39,30 @@ class Turns:
         return None if self._holder is None else self._holder()
 
     def hold(self, experts: NVFP4Experts) -> None:
+        """What the stream that uses it was given so far decodes the scales of `experts`."""
         self._holder = weakref.ref(experts)
+        if self._stream is not None:
+            self._prefetched = torch.cuda.Event()
+            self._prefetched.record(stream_of(self._stream, self._device))
 
-    def begin(self, stream: torch.cuda.Stream | None) -> None:
+    def is_in_a_capture(self, stream: int) -> bool:
+        """Whether the last use was by another stream that is part of a capture by now: no event tells of it then."""
+        last = self._stream
+        return last is not None and last != stream and is_capturing(last, self._device)
+
+    def begin(self, stream: int | None) -> None:
         """A use by `stream` begins, behind the last one; the scratch holds nobody's scales any longer."""
-        self._holder = None
-        if stream is None or self._end is None or self._stream is None or self._stream == stream:
+        last, end = self._stream, self._prefetched
+        self._holder, self._stream, self._prefetched = None, stream, None
+        if stream is None or last is None or last == stream:
             return
-        if not self._captured or is_capturing(self._stream):  # else it is what an interrupted capture left
-            stream.wait_event(self._end)
-
-    def end(self, stream: torch.cuda.Stream | None) -> None:
-        """What `stream` has been given so far ends its use."""
-        if stream is not None:
-            self._end = self._end or getattr(torch, stream.device.type).Event()
-            self._end.record(stream)
-            self._stream = stream
+        if self._captured:  # on one stream, but for prefetches; one that is in no capture was left by an earlier one
+            end = end if is_capturing(last, self._device) else None
+        elif end is None:
+            end = torch.cuda.Event()
+            end.record(stream_of(last, self._device))
+        if end is not None:
+            stream_of(stream, self._device).wait_event(end)
 
 
 class Scratch:
@@ -66,36 +74,43 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
-        self._device = device
-        self._eager, self._captured = Turns(), Turns(captured=True)
-        self._capturing: torch.cuda.Stream | None = None
+        self.device = device
+        self._eager, self._captured = Turns(device), Turns(device, captured=True)
+        self._capturing: int | None = None
 
-    def stream(self) -> torch.cuda.Stream | None:
-        """The current one, where there are streams."""
-        kind = self._device.type
-        return getattr(torch, kind).current_stream(self._device) if kind in ("cuda", "xpu") else None
-
-    def turns(self, stream: torch.cuda.Stream | None) -> Turns | None:
-        """Which a use by the current stream belongs to; None where another stream uses the scratch in a capture that is
-        under way, since nothing tells whether it is the same capture, and can be waited for, or another one."""
-        with on_device(self._device):
-            if stream is None or stream.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-                return self._eager
-        if self._capturing != stream:
-            if self._capturing is not None and is_capturing(self._capturing):
+    def turns(self, stream: int | None) -> Turns | None:
+        """Which a use by the current stream belongs to; None where nothing can order it behind the last one: another
+        stream uses the scratch in a capture that is under way, the same or another one; or has gone on to one."""
+        if stream is None:
+            return self._eager
+        with on_device(self.device):
+            if not torch.cuda.is_current_stream_capturing():
+                return None if self._eager.is_in_a_capture(stream) else self._eager
+        if self._capturing is None or self._capturing != stream:
+            if self._capturing is not None and is_capturing(self._capturing, self.device):
                 return None
-            self._capturing, self._captured = stream, Turns(captured=True)
+            self._capturing, self._captured = stream, Turns(self.device, captured=True)
         return self._captured
 
     def forget_captures(self) -> None:
         """What a capture left that was interrupted is nothing to the next."""
-        if self._capturing is not None and not is_capturing(self._capturing):
+        if self._capturing is not None and not is_capturing(self._capturing, self.device):
             self._capturing = None
 
 
-def is_capturing(stream: torch.cuda.Stream) -> bool:
-    """Whether `stream`, of a GPU of NVIDIA or AMD, is part of a graph capture."""
-    with torch.cuda.stream(stream):
+def current_stream(device: torch.device) -> int | None:
+    """The handle of the current one; None where there are none to order."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
+
+
+def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    # torch takes the handle 0 for none, and gives any stream.
+    return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
+
+
+def is_capturing(handle: int, device: torch.device) -> bool:
+    """Whether a stream is part of a graph capture."""
+    with torch.cuda.stream(stream_of(handle, device)):
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -107,37 +122,44 @@ def scratch_of(memory: torch.Tensor) -> Scratch:
     """The one `Scratch` of the storage that `memory` lies in, for as long as that lives."""
     storage = memory.untyped_storage()
     key = memory.device, storage.data_ptr()
-    known = _scratches.get(key)
-    if known is None or known[0].expired():
-        with _scratches_lock:
-            for other in [other for other, (alive, _) in _scratches.items() if other != key and alive.expired()]:
-                del _scratches[other]
-            known = _scratches.get(key)
-            if known is None or known[0].expired():  # what used the address before may still be running
-                known = StorageWeakRef(storage), Scratch(memory.device) if known is None else known[1]
-                _scratches[key] = known
+    with _scratches_lock:
+        for other in [other for other, (alive, _) in _scratches.items() if other != key and alive.expired()]:
+            del _scratches[other]
+        known = _scratches.get(key)
+        if known is None or known[0].expired():  # what used the address before may still be running
+            known = StorageWeakRef(storage), Scratch(memory.device) if known is None else known[1]
+            _scratches[key] = known
     return known[1]
 
 
-@contextlib.contextmanager
-def turn(experts: NVFP4Experts) -> Iterator[torch.Tensor | None]:
-    """Use the experts' scratch: its memory, for the caller alone; None if they have none, or a capture's other stream
-    has it."""
-    if experts.scratch is None:
-        yield None
-        return
-    scratch = scratch_of(experts.scratch)
-    with scratch.lock:
-        stream = scratch.stream()
+class turn:  # noqa: N801  (a context manager, which as a generator would cost the CPU more than all it does)
+    """Use the experts' scratch: its memory, for the caller alone; None if they have none, or it cannot be had now."""
+
+    __slots__ = ("experts", "scratch")
+
+    def __init__(self, experts: NVFP4Experts) -> None:
+        self.experts = experts
+        self.scratch: Scratch | None = None
+
+    def __enter__(self) -> torch.Tensor | None:
+        experts = self.experts
+        if experts.scratch is None:
+            return None
+        scratch = experts.__dict__.get("_turns")
+        if scratch is None:
+            scratch = experts.__dict__["_turns"] = scratch_of(experts.scratch)
+        scratch.lock.acquire()
+        self.scratch = scratch
+        stream = current_stream(scratch.device)
         turns = scratch.turns(stream)
         if turns is None:
-            yield None
-            return
+            return None
         turns.begin(stream)
-        try:
-            yield experts.scratch
-        finally:
-            turns.end(stream)
+        return experts.scratch
+
+    def __exit__(self, *error: object) -> None:
+        if self.scratch is not None:
+            self.scratch.lock.release()
 
 
 def decode_scales(
