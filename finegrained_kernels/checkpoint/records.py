@@ -245,7 +245,9 @@ def _read(root: Path, name: str, fields: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a job or record, once its bytes are those that were written."""
     document = read_json(root / name, name)
     schema = document.pop("schema", None)
-    document.pop("digest", None)  # compared below, with all the rest
+    digest = document.pop("digest", None)  # compared below, with all the rest
+    if schema == _BEFORE and digest is not None:  # one bit is all that these two differ by
+        raise CheckpointError([Fault(name, None, f"schema {schema}, but with a digest, which came with {SCHEMA}")])
     if schema not in (SCHEMA, _BEFORE):
         raise CheckpointError([Fault(name, None, f"schema {shown(schema)}, expected {SCHEMA}")])
     if schema == _BEFORE and name == _JOB:

@@ -399,6 +399,21 @@ def test_a_config_that_was_edited_is_a_fault(made, tmp_path):
     assert any("'hidden_size' is not what it was in the source" in fault for fault in faults)
 
 
+def test_a_flipped_bit_makes_no_record_an_earlier_version(small):
+    """The two versions' names differ by one bit, and the earlier one's digests would not be compared."""
+    for path in sorted((small / "csf_digests").rglob("*.json")):
+        content = path.read_bytes()
+        if b'"finegrained-kernels-csf-digests/3"' not in content:
+            continue
+        path.write_bytes(content.replace(b"-csf-digests/3", b"-csf-digests/2", 1))
+        try:
+            faults = [str(fault) for fault in verify(small).faults]
+        except CheckpointError as error:
+            faults = [str(error)]
+        assert any("but with a digest" in fault for fault in faults), path
+        path.write_bytes(content)
+
+
 def test_results_of_an_earlier_version_are_taken(made, tmp_path):
     """Its records have no digests of themselves, and nothing says what config.json was written as."""
     copy = Path(shutil.copytree(made / "hf", tmp_path / "copy"))
