@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
@@ -30,6 +32,24 @@ Include = Annotated[list[str] | None, typer.Option(help="Only tensors whose name
 Exclude = Annotated[list[str] | None, typer.Option(help="Not these; repeatable.")]
 
 
+class Layout(StrEnum):
+    """How a compressed checkpoint lies on disk."""
+
+    HF = "hf"
+    CONTAINER = "container"
+
+
+class ScaleRule(StrEnum):
+    """How `quantize` chooses block scales."""
+
+    AMAX = "amax"
+    MSE = "mse"
+
+
+_MOST_FAULTS = 20
+"""Faults that are printed; what is behind the first ones is rarely worth more lines than how many there are."""
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     for command in (compress, verify, restore, inspect, quantize, push):
@@ -39,7 +59,9 @@ def register(app: typer.Typer) -> None:
 def compress(
     source: Source,
     destination: Destination,
-    layout: Annotated[str, typer.Option(help="hf: shards with their index; container: with a manifest.")] = "hf",
+    layout: Annotated[
+        Layout, typer.Option(help="hf: shards with their index; container: with a manifest.")
+    ] = Layout.HF,
     include: Include = None,
     exclude: Exclude = None,
     family: Annotated[str | None, typer.Option(help="The container's name for the kind of model.")] = None,
@@ -54,9 +76,11 @@ def compress(
                 source, include=include or (), exclude=exclude or (), data_present=False
             )
         least, dense = plan.least_bytes, plan.dense_bytes
-        typer.echo(f"{len(plan.selected)} of {len(plan.planes)} NVFP4 scales would be compressed")
-        typer.echo(f"scales: {_size(dense)} -> {_size(least)} ({least / dense:.1%}) or more, by their exceptions")
-        typer.echo(f"shards: {_size(plan.source_bytes)} -> {_size(plan.source_bytes - dense + least)} or more")
+        chosen = _count(len(plan.selected), "scale")
+        typer.echo(f"{chosen} of {len(plan.planes)} would be compressed: {_size(dense)} -> {_size(least)} or more")
+        shrunk = plan.source_bytes - dense + least
+        saved = f"at most {1 - shrunk / plan.source_bytes:.1%} less, by how many exceptions there are"
+        typer.echo(f"the checkpoint: {_size(plan.source_bytes)} -> {_size(shrunk)} ({saved})")
         return
     with _errors(), _progress("compress", _shard_bytes(source)) as progress:
         report = checkpoints.compress(
@@ -71,12 +95,16 @@ def compress(
             progress=progress,
         )
     if report.resumed:
-        typer.echo(f"{report.resumed} of {report.shards} shards were finished already")
+        typer.echo(f"{report.resumed} of {_count(report.shards, 'shard')} had been finished before")
     before, after = report.dense_bytes, report.compressed_bytes
     share = f" ({after / before:.1%})" if before else ""
-    typer.echo(f"{report.compressed} scales: {_size(before)} -> {_size(after)}{share}")
+    typer.echo(f"{_count(report.compressed, 'scale')}: {_size(before)} -> {_size(after)}{share}")
+    whole = _shard_bytes(source)
+    typer.echo(f"the checkpoint: {_size(whole)} -> {_size(_shard_bytes(destination))}")
     for name, why in report.left_dense.items():
         typer.echo(f"left dense: {printable(name)}: {why}")
+    for other in checkpoints.inspect(source).others:
+        typer.echo(f"left as they are: {_count(other.weights, 'weight')} of {other.kind}, {printable(other.format)}")
 
 
 def verify(
@@ -88,34 +116,46 @@ def verify(
     """Check a compressed checkpoint: structure, digests, pairing, config, and every scale decoded."""
     with _errors(), _progress("verify", bytes_to_check(checkpoint)) as progress:
         report = checkpoints.verify(checkpoint, against=against, jobs=jobs, device=device, progress=progress)
-    for fault in report.faults:
+    faults = sorted(report.faults, key=lambda fault: (fault.file, fault.tensor or "", fault.message))
+    for fault in faults[:_MOST_FAULTS]:
         typer.echo(f"fault: {fault}")
+    if len(faults) > _MOST_FAULTS:
+        typer.echo(f"and {_count(len(faults) - _MOST_FAULTS, 'fault')} more")
+    counted = [_count(report.shards, "shard"), _count(report.tensors, "tensor")]
+    counts = ", ".join([*counted, _count(report.planes, "compressed scale")])
     digests = "digests match" if report.has_digests else "no digests to compare with"
     compared = ", equal to the source" if report.compared else ""
-    counts = f"{report.shards} shards, {report.tensors} tensors, {report.planes} compressed scales"
-    typer.echo(f"{len(report.faults)} faults in {counts}" if report.faults else f"{counts}: {digests}{compared}")
-    raise typer.Exit(bool(report.faults))
+    typer.echo(f"{_count(len(faults), 'fault')} in {counts}" if faults else f"{counts}: {digests}{compared}")
+    if not report.planes:
+        typer.echo("not compressed: there is nothing here that compress made", err=True)
+    raise typer.Exit(bool(faults) or not report.planes)
 
 
 def restore(checkpoint: Source, destination: Destination, jobs: Jobs = DEFAULT_JOBS, device: Device = "cpu") -> None:
     """Write the original checkpoint again, every file bit for bit."""
     with _errors(), _progress("restore", restored_bytes(checkpoint)) as progress:
         report = checkpoints.restore(checkpoint, destination, jobs=jobs, device=device, progress=progress)
-    typer.echo(f"{report.shards} shards, {_size(report.nbytes)}: every file has its original SHA-256")
+    typer.echo(f"{_count(report.shards, 'shard')}, {_size(report.nbytes)}: every file has its original SHA-256")
 
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="Directory or hub id.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="List every layer by itself.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it to this file (needs matplotlib).")] = None,
     revision: Annotated[str | None, typer.Option(help="Of the hub repository.")] = None,
 ) -> None:
     """Describe a checkpoint's scales, from headers alone."""
     with _errors():
         report = checkpoints.inspect(checkpoint, revision=revision)
+        if plot is not None:
+            from finegrained_kernels.checkpoint.plot import draw
+
+            draw(report, plot)
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:
-        _print_report(report)
+        _print_report(report, layers)
 
 
 def quantize(
@@ -123,7 +163,9 @@ def quantize(
     destination: Destination,
     include: Include = None,
     exclude: Exclude = None,
-    scales: Annotated[str, typer.Option(help="amax: the plain rule; mse: of least squared error.")] = "amax",
+    scales: Annotated[
+        ScaleRule, typer.Option(help="amax: the plain rule; mse: of least squared error.")
+    ] = ScaleRule.AMAX,
     input_scale: Annotated[float | None, typer.Option(help="Write this input_scale beside every weight.")] = None,
     jobs: Jobs = DEFAULT_JOBS,
     device: Device = "cpu",
@@ -141,7 +183,7 @@ def quantize(
             device=device,
             progress=progress,
         )
-    typer.echo(f"{report.quantized} weights: {_size(report.bytes_before)} -> {_size(report.bytes_after)}")
+    typer.echo(f"{_count(report.quantized, 'weight')}: {_size(report.bytes_before)} -> {_size(report.bytes_after)}")
 
 
 def push(
@@ -169,11 +211,23 @@ def _errors() -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes and their rate, on stderr, so that output can be piped."""
+    """A bar of bytes and their rate, on stderr, so that output can be piped. It appears with the first byte: not before
+    arguments are checked. What was finished before counts as done when all is done."""
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)
+        task = progress.add_task(what, total=total, visible=False)
+
+        def advance(count: int) -> None:
+            done = min(progress.tasks[0].completed + count, total)
+            progress.update(task, completed=done, visible=True)
+
+        yield advance
+        if progress.tasks[0].visible:
+            progress.update(task, completed=total)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _shard_bytes(root: Path) -> int:
@@ -188,20 +242,27 @@ def _size(count: float) -> str:
     raise AssertionError
 
 
-def _print_report(report: InspectReport) -> None:
+def _print_report(report: InspectReport, layers: bool) -> None:
     # Names are a stranger's: brackets in them are no markup, and what is not printable does not reach the terminal.
-    console = Console(width=None if sys.stdout.isatty() else 180, markup=False, emoji=False)
-    table = Table(title=f"{printable(report.name)}: {report.layout}, {report.shards} shards, {report.tensors} tensors")
-    texts = ("kind", "layer", "projection", "algorithm")
-    for name in (*texts, "planes", "compressed", "plane", "dense", "stored", "exceptions"):
-        table.add_column(name, justify="left" if name in texts else "right", no_wrap=name in texts)
-    for stats in report.scales:
-        table.add_row(*_row(stats))
+    width = 140 if layers and not sys.stdout.isatty() else None
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    counts = f"{_count(report.shards, 'shard')}, {_count(report.tensors, 'tensor')}"
+    algorithms = {stats.algorithm for stats in report.scales}
+    common = algorithms.pop() if len(algorithms) == 1 else None
+    console.print(f"{printable(report.name)}: {report.layout}, {counts}" + (f", {printable(common)}" if common else ""))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table.add_column("scales", overflow="fold")
+    for name in ("layers", "planes", "each", "dense", "stored", "exceptions"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in by_layer(report.scales) if layers else by_kind(report.scales, common):
+        table.add_row(*row)
     console.print(table)
     sizes = f"{_size(report.stored_bytes)} stored, {_size(report.dense_bytes)} with dense scales"
     console.print(f"tensors: {sizes}, {_size(report.least_bytes)} or more with all NVFP4 scales compressed")
     for other in report.others:
-        console.print(f"{other.kind}: {other.weights} weights in {printable(other.format)}, {_size(other.nbytes)}")
+        console.print(
+            f"{other.kind}: {_count(other.weights, 'weight')} in {printable(other.format)}, {_size(other.nbytes)}"
+        )
     if report.kv_cache:
         console.print(f"KV cache: {printable(report.kv_cache)}")
     console.print(f"tensor-parallel sizes that work: {', '.join(map(str, report.tp_sizes)) or 'none'}")
@@ -211,13 +272,31 @@ def _print_report(report: InspectReport) -> None:
         console.print(f"fault: {fault}", style="red")
 
 
-def _row(stats: ScaleStats) -> tuple[str, ...]:
+def by_layer(scales: Sequence[ScaleStats]) -> Iterator[tuple[str, ...]]:
+    """A row for each layer and projection."""
+    for stats in scales:
+        yield _row(f"{stats.layer}.{stats.projection}", [stats])
+
+
+def by_kind(scales: Sequence[ScaleStats], common: str | None) -> Iterator[tuple[str, ...]]:
+    """A row for all layers' scales of one kind, projection, algorithm and size; ``common``: the algorithm of all."""
+    groups: dict[tuple, list[ScaleStats]] = {}
+    for stats in scales:
+        groups.setdefault((stats.kind, stats.projection, stats.algorithm, stats.rows, stats.cols), []).append(stats)
+    for (kind, projection, algorithm, *_), group in groups.items():
+        yield _row(f"{kind} {projection}" + (f" ({algorithm})" if algorithm not in (None, common) else ""), group)
+
+
+def _row(name: str, group: Sequence[ScaleStats]) -> tuple[str, ...]:
+    compressed = [stats for stats in group if stats.exception_rate is not None]
+    decoded = sum(stats.compressed * stats.rows * stats.cols for stats in compressed)
+    rate = f"{sum(stats.exceptions for stats in compressed) / decoded:.2%}" if decoded else "dense"
     return (
-        *map(printable, (stats.kind, stats.layer, stats.projection, stats.algorithm or "")),
-        str(stats.planes),
-        str(stats.compressed),
-        f"{stats.rows} x {stats.cols}",
-        _size(stats.dense_bytes),
-        _size(stats.stored_bytes),
-        "" if stats.exception_rate is None else f"{stats.exception_rate:.2%}",
+        printable(name),
+        str(len({stats.layer for stats in group})),
+        f"{sum(stats.planes for stats in group):,}",
+        f"{group[0].rows} x {group[0].cols}",
+        _size(sum(stats.dense_bytes for stats in group)),
+        _size(sum(stats.stored_bytes for stats in group)),
+        rate,
     )

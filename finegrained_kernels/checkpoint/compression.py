@@ -112,7 +112,7 @@ def _what_is_quantized(checkpoint: Checkpoint) -> str:
         _, info = checkpoint.located[name]
         shown.append(f"{name}: {stored or f'{info.dtype} {list(info.shape)}'}")
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-    return f"quantized otherwise are {', '.join(shown)}{more}" if shown else "none of its weights is quantized"
+    return f"quantized otherwise are {', '.join(shown)}{more}" if shown else "make some: finegrained-kernels quantize"
 
 
 def compress(

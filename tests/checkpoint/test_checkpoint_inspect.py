@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import checkpoints
@@ -144,14 +146,16 @@ def test_the_commands_work_together(source, tmp_path):
     before = checkpoints.tree(source)
     small, out = tmp_path / "small", tmp_path / "out"
     dry = run("compress", source, small, "--dry-run")
-    assert "26 of 26 NVFP4 scales would be compressed" in dry and not small.exists()
+    assert "26 scales of 26 would be compressed" in dry and not small.exists()
     assert run("compress", source, small, "--jobs", 2).startswith("26 scales: ")
-    assert "3 of 3 shards were finished already" in run("compress", source, small)
+    assert "3 of 3 shards had been finished before" in run("compress", source, small)
     assert "26 compressed scales: digests match, equal to the source" in run("verify", small, "--against", source)
     assert "every file has its original SHA-256" in run("restore", small, out)
     assert checkpoints.tree(out) == before == checkpoints.tree(source)
     table = run("inspect", small)
-    assert "model.layers.1.mlp.experts" in table and "tensor-parallel sizes that work: 1, 2, 4" in table
+    assert "experts down_proj" in table and max(map(len, table.splitlines())) <= 80
+    assert "model.layers.1.mlp.experts" in run("inspect", small, "--layers")
+    assert "tensor-parallel sizes that work: 1, 2, 4" in table
     assert json.loads(run("inspect", small, "--json")) == json.loads(json.dumps(inspect(small).to_json()))
     plain = checkpoints.write_checkpoint(tmp_path / "plain", checkpoints.minilm_moe(layers=1), checkpoints.CONFIG)
     assert run("quantize", plain, tmp_path / "nvfp4").startswith("6 weights: ")
@@ -166,9 +170,64 @@ def test_failures_exit_with_a_message(source, tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     result = CliRunner().invoke(app, ["verify", str(small)])
     assert result.exit_code == 1
-    assert f"fault: {path.name}: " in result.output and "1 faults in" in result.output
+    assert f"fault: {path.name}: " in result.output and "1 fault in" in result.output
     for command in (["restore", small, tmp_path / "out"], ["compress", tmp_path / "absent", tmp_path / "out"]):
         result = CliRunner().invoke(app, [str(argument) for argument in command])
         assert result.exit_code == 1
         assert "error: " in result.output
         assert isinstance(result.exception, SystemExit)
+
+
+def test_what_is_not_compressed_is_not_verified(source):
+    result = CliRunner().invoke(app, ["verify", str(source)])
+    assert result.exit_code == 1 and "not compressed" in result.stderr
+
+
+def test_many_faults_are_counted_in_one_order(source, tmp_path):
+    run("compress", source, tmp_path / "small")
+    other = checkpoints.write_checkpoint(
+        tmp_path / "other", checkpoints.random_moe(seed=5), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
+    )
+    outputs = {
+        CliRunner().invoke(app, ["verify", str(tmp_path / "small"), "--against", str(other), "--jobs", jobs]).stdout
+        for jobs in ("1", "2", "3")
+    }
+    assert len(outputs) == 1
+    lines = outputs.pop().splitlines()
+    assert len([line for line in lines if line.startswith("fault: ")]) == 20
+    assert lines[-2].startswith("and ") and lines[-2].endswith(" faults more")
+
+
+def test_the_layouts_are_listed(source, tmp_path):
+    result = CliRunner().invoke(app, ["compress", str(source), str(tmp_path / "out"), "--layout", "other"])
+    assert result.exit_code == 2 and "'hf'" in result.output and "'container'" in result.output
+
+
+def test_a_bar_appears_with_the_first_byte_and_ends_full(tmp_path, source):
+    refused = CliRunner().invoke(app, ["compress", str(source), str(source / "inside")])
+    assert refused.exit_code == 1 and "\u2501" not in refused.stderr
+    for _ in range(2):  # again: all is finished
+        result = CliRunner().invoke(app, ["compress", str(source), str(tmp_path / "small")])
+        done, total = re.findall(r"([\d.]+)/([\d.]+) ", result.stderr)[-1]
+        assert done == total, result.stderr
+
+
+def test_what_is_left_as_it_is_is_said(tmp_path):
+    tensors = checkpoints.random_moe(layers=1)
+    name = "model.layers.0.self_attn.q_proj"
+    tensors[f"{name}.weight"] = torch.zeros(32, 64).to(torch.float8_e4m3fn)
+    tensors[f"{name}.weight_scale"] = torch.ones(())
+    root = checkpoints.write_checkpoint(tmp_path / "S", tensors, checkpoints.MODELOPT_CONFIG)
+    assert "left as they are: 1 weight of attention, FP8" in run("compress", root, tmp_path / "D")
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "nonsense"])
+def test_a_picture(source, tmp_path, suffix):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, which `make test` installs")
+    run("compress", source, tmp_path / "small")
+    picture = tmp_path / f"picture.{suffix}"
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "small"), "--plot", str(picture)])
+    assert result.exit_code == (suffix == "nonsense") and picture.exists() == (suffix != "nonsense"), result.output
+    if suffix == "svg":
+        text = picture.read_text()
+        assert "experts down_proj" in text and "NVFP4 scales" in text
