@@ -94,6 +94,7 @@ def new_strips(num_rows, TILE: gl.constexpr):
         BYTES: gl.constexpr = TILE.STRIP_BYTES
         for i in gl.static_range(BYTES // 256):
             ptx.store_zero(strip + i * 256 + 4 * gl.arange(0, 64, lanes_layout(gl.num_warps())))
+        barrier()
     return strip
 
 
