@@ -15,7 +15,7 @@ SET_UP := $(PYTHON) scripts/set_up.py $(VENV) --torch "$(TORCH)" --triton "$(TRI
 # Where `make bench` writes its CSV files: apart from the committed ones, which figures and README are made from.
 RESULTS ?= benchmarks/local
 
-.PHONY: demo test test-slow test-all ready checked bundle check docs coverage compile mutation bench figures wheel clean
+.PHONY: demo test test-slow test-all ready checked bundle check docs coverage compile mutation mutation-gpu bench figures wheel clean
 
 demo: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) -m finegrained_kernels.demo

@@ -37,6 +37,7 @@ class Fault:
 
 
 CSF = "torch-ext/finegrained_kernels/csf"
+KERNELS = "torch-ext/finegrained_kernels/gemm/kernels"
 CODEC = ("tests/codec/test_csf_codec.py",)
 INTERPRETED = ("tests/codec/test_csf_interpreted.py",)
 
@@ -142,8 +143,8 @@ FAULTS = [
     Fault(
         "swapped gate and up (kernel)",
         "torch-ext/finegrained_kernels/gemm/kernels/portable.py",
-        "finish_tile(acc, acc_up, tile",
-        "finish_tile(acc_up, acc, tile",
+        "    finish_tile(acc, acc_up, tile",
+        "    finish_tile(acc_up, acc, tile",
         ("tests/gemm/test_nvfp4_compile.py", "-k", "test_interpreted_kernels_match"),
     ),
     Fault(
@@ -216,6 +217,35 @@ FAULTS = [
         "            pass\n",
         ("tests/moe/test_prefetcher.py", "-k", "free_of_races"),
     ),
+    *(
+        Fault(
+            f"no barrier {what}",
+            f"{KERNELS}/{path}",
+            before,
+            after,
+            ("tests/gemm/test_nvfp4_barriers.py",),
+        )
+        for what, path, before, after in [
+            (
+                "between a strip's windows and its exceptions",
+                "scale_strip.py",
+                "    if SHAPE.COMPRESSED:\n        barrier()\n        patch_strip(strip",
+                "    if SHAPE.COMPRESSED:\n        patch_strip(strip",
+            ),
+            (
+                "before a strip is filled again",
+                "mma.py",
+                "            barrier()  # every warp is done with the strip\n",
+                "",
+            ),
+            (
+                "before a warpgroup's stage is overwritten",
+                "sm90_wgmma.py",
+                "barrier()  # every warp has waited for the last chunk's products: its stage is free\n",
+                "pass\n",
+            ),
+        ]
+    ),
 ]
 
 
@@ -238,12 +268,13 @@ def faulty_tree(fault: Fault | None, directory: Path) -> Path:
     return tree
 
 
-def run_tests(fault: Fault | None, tests: tuple[str, ...]) -> tuple[int, str]:
-    """pytest's exit status, and the first test that failed, or what it said last."""
+def run_tests(fault: Fault | None, tests: tuple[str, ...], timeout: float | None = None) -> tuple[int, str]:
+    """pytest's exit status, and the first test that failed, or what it said last. `timeout`: seconds; past them
+    subprocess.TimeoutExpired."""
     with tempfile.TemporaryDirectory() as directory:
         tree = faulty_tree(fault, Path(directory))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
-        result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+        result = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=timeout)
     lines = result.stdout.strip().splitlines() or result.stderr.strip().splitlines() or [""]
     failed = [line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return result.returncode, (failed or lines[-1:])[0]

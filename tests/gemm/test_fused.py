@@ -301,3 +301,14 @@ def test_every_byte_arrives_on_gpu(bundle, tile, depth):
         for percent in AXES["percent"]:
             check_every_byte(bundle, depth, percent, "cuda")
     assert not decoded, "scales went through memory"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [TILES[1], TILES[10], TILES[11], TILES[14]], ids=str)
+def test_every_byte_arrives_where_a_program_has_many_tiles(bundle, monkeypatch, tile):
+    """One strip is filled again while others still read it, two take turns."""
+    if needs_hopper(tile):
+        pytest.skip("needs a Hopper GPU (sm_90) for warpgroup products")
+    monkeypatch.setattr(importlib.import_module(f"{bundle.__name__}.gemm.dispatch"), "num_sms", lambda device: 1)
+    with one_configuration(bundle, 640, tile):
+        check_every_byte(bundle, 640, 5, "cuda")

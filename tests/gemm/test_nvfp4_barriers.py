@@ -1,0 +1,108 @@
+"""Barriers of the tensor-core kernels, in the code as it is compiled: on every path, between what they keep apart.
+
+A missed one is right on a GPU nearly always. What strips of scales need are our instructions in PTX, of which Triton
+knows nothing; so does it not know that one warpgroup's products read a stage that another's copies overwrite.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which compiles the kernels")
+
+import compile_kernels
+import gemm_cases
+
+KINDS = {
+    "window": r"st\.shared\.(?:v[24]\.b32|b64)",
+    "exception": r"st\.shared\.u8",
+    "read": r"ld\.shared",
+}
+"""What our own instructions do to a strip."""
+FOREIGN = {"barrier": r"bar\.sync", "product": r"wgmma\.mma_async", "copy": r"cp\.async\.c[ag]"}
+ONE_STRIP = [
+    ("window", "exception"), ("window", "read"), ("exception", "read"), ("read", "window"), ("exception", "window"),
+]  # fmt: skip
+WARPGROUPS = [("window", "exception"), ("product", "copy")]
+"""Two strips may be read and written at once: each of this tile, and of the next."""
+
+
+def read_ptx(text: str) -> tuple[list[tuple[str, str | None, bool]], dict[str, int]]:
+    """([(kind, label it may jump to, whether it goes on with what follows)], the step that each label is before)."""
+    steps, labels, is_ours = [], {}, False
+    for line in text.splitlines():
+        line = line.strip()
+        if line.startswith("// begin inline asm"):
+            is_ours = True
+        elif line.startswith("// end inline asm"):
+            is_ours = False
+        elif label := re.match(r"(\$L__BB\w+):", line):
+            labels[label[1]] = len(steps)
+        elif jump := re.match(r"(@!?%p\d+ )?bra(?:\.uni)? \s*(\$L__BB\w+);", line):
+            steps.append(("jump", jump[2], jump[1] is not None))
+        elif line.startswith("ret;"):
+            steps.append(("end", None, False))
+        else:
+            kinds = KINDS | FOREIGN if is_ours else FOREIGN
+            steps += [(kind, None, True) for kind, pattern in kinds.items() if re.search(pattern, line)]
+    return steps, labels
+
+
+def unguarded(text: str, before: str, after: str) -> bool:
+    """Whether a path leads from a step of kind `before` to one of kind `after` and meets no barrier."""
+    steps, labels = read_ptx(text)
+    kinds = {kind for kind, _, _ in steps}
+    assert {before, after, "barrier"} <= kinds, f"{before}, {after}: only {sorted(kinds)} found"
+    for start, (kind, _, _) in enumerate(steps):
+        if kind != before:
+            continue
+        paths, seen = [start + 1], set()
+        while paths:
+            at = paths.pop()
+            if at in seen or at == len(steps):
+                continue
+            seen.add(at)
+            kind, label, goes_on = steps[at]
+            if kind == after:
+                return True
+            if kind == "barrier":
+                continue
+            paths += [labels[label]] if label else []
+            paths += [at + 1] if goes_on else []
+    return False
+
+
+@pytest.fixture(scope="module")
+def cases(bundle) -> dict:
+    return {case.name: case for case in gemm_cases.gemm_cases(bundle)}
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("mma 64x256x8 fused gated", ONE_STRIP),
+        ("mma 64x256x8 fused sliced", ONE_STRIP),
+        ("mma 64x128x8 2560x640, 8 tokens", [("window", "read"), ("read", "window")]),  # dense scales that come whole
+        ("wgmma 128x128x64 fused 2560x640, 4096 tokens", WARPGROUPS),
+        ("wgmma 128x128x128 fused 640x2560, 16384 tokens", WARPGROUPS),
+        ("wgmma 128x128x64 640x2560, 4096 tokens", WARPGROUPS[1:]),
+    ],
+)
+def test_no_path_goes_past_a_barrier(cases, name, rules):
+    text = compile_kernels.compile_case(cases[name], compile_kernels.TARGETS["sm_90"]).asm["ptx"]
+    assert [rule for rule in rules if unguarded(text, *rule)] == []
+
+
+def test_a_path_without_a_barrier_is_found():
+    """Around a loop, past a jump, and in order."""
+    body = "\n".join(
+        ["$L__BB0_1:", "// begin inline asm", "{0}", "// end inline asm", "{1}", "@%p1 bra $L__BB0_2;", "bar.sync 0;",
+         "$L__BB0_2:", "// begin inline asm", "{2}", "// end inline asm", "@!%p2 bra $L__BB0_1;", "ret;"]
+    )  # fmt: skip
+    write, read = "st.shared.v2.b32 [%r1], {%r2, %r3};", "ld.shared.b16 %rs1, [%r4];"
+    assert unguarded(body.format(write, "", read), "window", "read")
+    assert not unguarded(body.format(write, "bar.sync 0;", read), "window", "read")
+    assert unguarded(body.format(write, "bar.sync 0;", read), "read", "window")
+    assert not unguarded(body.format(write, "bar.sync 0;", read + "\nret;"), "read", "window")
