@@ -156,14 +156,20 @@ def _mark_modelopt(
     section: dict[str, Any], entries: Mapping[str, Mapping[str, Any]], compressed: Collection[str]
 ) -> None:
     before = section.get(TABLE) or {}
-    # Entries for single experts are now said by the entry of their layer's experts; all others stay.
+    # NVFP4 entries for single experts are now said by the entry of their layer's experts; all others stay.
     others = {
         module: entry
         for module, entry in before.items()
-        if module not in entries and not ((expert := split_expert(module)) and expert[0] in entries)
+        if module not in entries
+        and not ((expert := split_expert(module)) and expert[0] in entries and _is_nvfp4(entry))
     }
     section["quant_algo"] = MIXED
     section[TABLE] = {**others, **_encoded(entries, compressed)}
+
+
+def _is_nvfp4(entry: Mapping[str, Any]) -> bool:
+    form = ALGORITHMS.get(entry.get("quant_algo", "NVFP4"))
+    return form is not None and form.family == NVFP4
 
 
 def _encoded(entries: Mapping[str, Mapping[str, Any]], compressed: Collection[str]) -> dict[str, dict[str, Any]]:

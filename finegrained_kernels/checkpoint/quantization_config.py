@@ -163,6 +163,8 @@ def read_quantization(
         raise _fault(HF_QUANT_CONFIG, "quantization", f"expected an object, got {own!r}")
     if section is None and not own:
         return None
+    if own and section and own.get(TABLE) is not None:  # config.json's counts, and compress rewrites both
+        _Reader((), {}, own).read_table()
     return _Reader(path, section or {}, own or {}).read()
 
 

@@ -112,6 +112,22 @@ def test_a_nested_config_is_rewritten_where_it_is(tmp_path):
     assert set(table) == {"model.language_model.layers.0.mlp.experts"}
 
 
+def test_an_expert_of_another_format_keeps_its_entry(tmp_path):
+    kind = published.per_layer()
+    other = f"{FUSED}.3.down_proj"
+    for suffix in ("weight_scale_2", "input_scale", "weight_scale", "weight"):
+        del kind.tensors[f"{other}.{suffix}"]
+    kind.tensors[f"{other}.weight"] = torch.zeros(128, 64).to(torch.float8_e4m3fn)
+    kind.tensors[f"{other}.weight_scale"] = torch.ones(())
+    kind.config["quantization_config"]["quantized_layers"][other] = {"quant_algo": "FP8"}
+    source = write(tmp_path / "source", kind)
+    compress(source, tmp_path / "small")
+    quantization = open_checkpoint(tmp_path / "small").quantization
+    assert quantization.layer_format(other).algorithm == "FP8"
+    assert quantization.layer_format(f"{FUSED}.2.down_proj").algorithm == "NVFP4"
+    assert verify(tmp_path / "small", against=source).faults == []
+
+
 @pytest.mark.parametrize("kind", ["w1", "last", "fused", "fused, other names", "stacked"])
 @pytest.mark.parametrize("form", ["dense", "compressed"])
 def test_layers_load_from_every_layout(bundle, tmp_path, kind, form):

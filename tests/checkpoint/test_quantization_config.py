@@ -255,6 +255,10 @@ def test_other_faults_are_named_too():
     assert message({}, {"quantization": []}).startswith("hf_quant_config.json: quantization: expected an object")
     hf = {"quantization": {"quant_algo": "FP3"}}
     assert message({}, hf).startswith("hf_quant_config.json: quantization.quant_algo: 'FP3', expected one of")
+    hf = {"quantization": {"quantized_layers": {"a": "NVFP4"}}}
+    assert message({"quantization_config": MIXED}, hf).startswith(
+        "hf_quant_config.json: quantization.quantized_layers.a: "
+    )
     assert message({"quantization_config": "x"}).startswith("config.json: quantization_config: expected an object")
     nested = {"a_config": {"quantization_config": MIXED}, "b_config": {"quantization_config": compressed_tensors()}}
     assert message(nested).startswith("config.json: b_config.quantization_config: differs from a_config")
