@@ -22,12 +22,14 @@ from measured import (
     LAYER,
     RESULTS,
     STACKS,
+    WEIGHTS,
     Row,
     Table,
     dense_bytes,
     has,
     layer_cases,
     num_exceptions,
+    peer_times,
     resident_bytes,
     stack_cases,
     stored_bytes,
@@ -303,12 +305,32 @@ def model_speed(results: Path) -> Figure:
     return figure
 
 
+def peers(results: Path) -> Figure:
+    """One weight: how many times as long as ours the faster peer takes, and torch's bf16."""
+    table = Table("peers", results)
+    figure, panels = axes(f"One weight's product, cold, over the time of ours ({measured_on(table)})", 2, sharey=True)
+    titles = {"peer": "the faster of Marlin and Humming", "torch_bf16": "torch, bf16 weights"}
+    for axis, (variant, title) in zip(panels, titles.items(), strict=True):
+        for (case, shape), marker in zip(WEIGHTS.items(), "os^Dvp", strict=True):
+            counts = table.values("tokens", case=case)
+            times = [peer_times(table, case, tokens) for tokens in counts]
+            ratios = [found[variant] / found["ours_dense"] for found in times]
+            axis.plot(counts, ratios, marker=marker, markersize=4, label=" x ".join(map(str, shape)))
+        axis.axhline(1, color=ROOF, linewidth=1)
+        axis.set_title(title)
+        tokens_axis(axis, table.values("tokens"), ticks=(1, 8, 64, 512, 4096))
+    panels[0].set(ylabel="times as long as ours", ylim=(0, None))
+    panels[1].legend(fontsize=8)
+    return figure
+
+
 FIGURES: dict[str, tuple[tuple[str, ...], Callable[[Path], Figure]]] = {
     "stored_scales": (("csf_decode", "stored_scales"), stored_scales),
     "scale_memory": (("csf_decode",), scale_memory),
     "sparse_routing": (("csf_decode",), sparse_routing),
     "strategy_latency": (("fused",), strategy_latency),
     "model_speed": (("model",), model_speed),
+    "peers": (("peers",), peers),
 }
 """Which files each needs, and what draws it."""
 

@@ -29,6 +29,17 @@ LAYER = ("qwen_gate", "qwen_gate", "qwen_down")
 """The stacks of one layer's gate, up and down projections: case `qwen_layer` in csf_decode.csv."""
 
 
+WEIGHTS = {
+    "qwen3_8b_kv": (1024, 4096),
+    "dense_4096": (4096, 4096),
+    "qwen3_8b_up": (12288, 4096),
+    "qwen3_8b_down": (4096, 12288),
+    "dense_8192": (8192, 8192),
+    "llama_70b_up": (28672, 8192),
+}
+"""Rows and K of the single weights in peers.csv, the smallest first."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One measurement; times in microseconds, None where the row has none."""
@@ -131,6 +142,12 @@ def stack_cases(moe_layer: Table) -> list[tuple[str, int, str]]:
     pattern = r"([a-z]+)_(?:prefill|decode)_(\d+)_(w\da\d+)"
     found = (re.fullmatch(pattern, case) for case in moe_layer.values("case"))
     return list(dict.fromkeys((match[1], int(match[2]), match[3]) for match in found if match))
+
+
+def peer_times(peers: Table, case: str, tokens: int) -> dict[str, float]:
+    """Cold times of one weight: by variant, and of the faster of the two libraries that multiply NVFP4, as `peer`."""
+    found = {row.variant: row.us for row in peers.select(case=case, tokens=tokens, condition="cold")}
+    return found | {"peer": min(found["marlin"], found["humming"])}
 
 
 def dense_bytes(case: str) -> int:

@@ -17,6 +17,7 @@ from measured import (
     GEMMS,
     LAYER,
     STACKS,
+    WEIGHTS,
     Table,
     dense_bytes,
     has,
@@ -24,6 +25,7 @@ from measured import (
     layer_us,
     layers_of,
     num_exceptions,
+    peer_times,
     resident_bytes,
     stack_cases,
     stored_bytes,
@@ -40,6 +42,11 @@ LAYER_FIGURE = (
     "Fused, GEMMs read compressed scales: the time of dense ones, in little more than half of their memory. "
     "Staged, they are decoded first, which costs most where few tokens meet many weights.",
 )
+PEERS_FIGURE = (
+    "Times of one weight's product over ours, of the faster peer and of torch's bf16, over tokens",
+    "Above the line, ours is faster. With many tokens torch multiplies bf16 weights, four times the memory, faster.",
+)
+PEER_TOKENS = (1, 16, 64, 512, 1024, 4096)
 STACK_HEADER = "planes, rows, columns | exceptions | warm, us | of the roof | cold, us | of the roof | swizzled, warm"
 
 
@@ -294,8 +301,39 @@ def model() -> str:
     return "### A whole model\n\n" + paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
 
 
+def peers() -> str:
+    """One weight beside what else there is for it."""
+    table = Table("peers")
+    text = f"""One weight (`matmul_2d`, bf16 activations), cold, on one {machine(table)}, in us: ours on dense scales
+        and on compressed ones, and in the same run Marlin (vLLM 0.26.0), Humming (0.1.10) and torch's bf16 product of
+        the dequantized weight."""
+    rows = []
+    for case, (weight_rows, depth) in WEIGHTS.items():
+        for tokens in table.values("tokens", case=case):
+            times = peer_times(table, case, tokens)
+            cells = (f"{times[name]:,.1f}" for name in ("ours_dense", "ours_fused", "marlin", "humming", "torch_bf16"))
+            rows.append([f"{weight_rows} x {depth}", f"{tokens:,}", *cells])
+    header = "weight | tokens | ours, dense | ours, compressed | Marlin | Humming | torch, bf16"
+    return "### One weight\n\n" + paragraph(text) + "\n" + markdown_table(header, rows) + image("peers", *PEERS_FIGURE)
+
+
+def peers_summary() -> str:
+    """README's part of that: ours, the faster peer, and bf16."""
+    table = Table("peers")
+    rows = []
+    for case, (weight_rows, depth) in WEIGHTS.items():
+        found = (peer_times(table, case, tokens) for tokens in PEER_TOKENS)
+        cells = (" / ".join(f"{times[name]:,.0f}" for name in ("ours_dense", "peer", "torch_bf16")) for times in found)
+        rows.append([f"{weight_rows} x {depth}", *cells])
+    text = f"""One weight by so many tokens, on one {machine(table)}, in us, cold: ours on dense scales / the faster of
+        Marlin and Humming / torch in bf16."""
+    header = " | ".join(["weight", *(f"{tokens:,}" for tokens in PEER_TOKENS)])
+    drawn = image("peers", *PEERS_FIGURE, folder="docs/figures")
+    return "\n" + paragraph(text) + "\n" + markdown_table(header, rows) + drawn
+
+
 def summary() -> str:
-    """README's measured part: a layer of experts, and the memory of its scales."""
+    """README's measured part: a layer of experts, the memory of its scales, and one weight beside its peers."""
     table = Table("moe_layer")
     case, variants = "qwen_layer_w4a16", ("dense", "staged", "fused")
     rows = []
@@ -310,7 +348,7 @@ def summary() -> str:
         {machine(table)}: microseconds a call with nothing of it in the GPU's L2 cache."""
     header = "tokens | dense scales | compressed, decoded before the GEMMs | compressed, read by the GEMMs"
     drawn = image("moe_layer_qwen_w4a16", *LAYER_FIGURE, folder="docs/figures")
-    return paragraph(text) + "\n" + markdown_table(header, rows) + drawn
+    return paragraph(text) + "\n" + markdown_table(header, rows) + drawn + (peers_summary() if has("peers") else "")
 
 
 SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
@@ -320,6 +358,7 @@ SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
     (("moe_layer",), moe_layer),
     (("fused",), strategies),
     (("nvfp4_gemm",), gemms),
+    (("peers",), peers),
     (("model",), model),
     (("csf_decode", "csf_cpu"), encoding),
     (("checkpoints", "checkpoints_h200"), checkpoints),

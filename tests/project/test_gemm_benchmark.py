@@ -54,6 +54,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file, COLUMNS.split(",")))
 
 
+def test_the_comparison_with_peers_runs_without_them(run_benchmark, tmp_path):
+    run_benchmark("peers/compare", *ARGUMENTS)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert ",".join(rows[0]) == COLUMNS + ",rel_error"
+    assert all(float(row["rel_error"]) < 0.01 for row in rows)
+    ours, conditions = ("ours_dense", "ours_fused"), ("warm", "cold")
+    assert {(row["case"], row["variant"], row["tokens"], row["condition"]) for row in rows} == {
+        *product(("dense_4096",), (*ours, "torch_bf16"), ("1", "16"), conditions),
+        *product(("qwen",), ours, ("1", "16"), conditions),
+    }
+
+
 def test_layers_run_from_resident_scales(run_benchmark, tmp_path):
     out = run_benchmark("resident_scales", *ARGUMENTS, "--layers", "3", "--tokens", "1", "40")
     assert "every layer ran, outputs right" in out

@@ -21,7 +21,7 @@ MEASURED_COLUMNS = (
     "device,driver,torch,triton,commit,case,variant,tokens,condition,us_p20,us_p50,us_p80,bytes,roof_us,baseline,"
     "baseline_us"
 )
-MORE_COLUMNS = {"model.csv": ",tokens_per_s,scale_bytes,allocated_bytes"}
+MORE_COLUMNS = {"model.csv": ",tokens_per_s,scale_bytes,allocated_bytes", "peers.csv": ",rel_error"}
 CONDITIONS = {"csf_cpu.csv": ("warm", "busy_core"), "model.csv": ("eager", "graph")}
 UNITS = r"(us|ms|s|seconds|minutes|MB|GB|GiB|GB/s|TB/s|%|percent|times|x)\b|%"
 
