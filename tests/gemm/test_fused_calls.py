@@ -7,9 +7,9 @@ import importlib
 
 import pytest
 import torch
-from test_fused import bits, one_configuration
-from test_nvfp4_gemm import poisoned_memory
 
+from fused_scenarios import bits, one_configuration
+from gemm_scenarios import poisoned_memory
 from numeric import make_coded_planes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-TESTS = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
 
 INTERPRETED = """
 import importlib, sys
@@ -35,7 +35,7 @@ interpreter.InterpreterBuilder.create_fma = create_fma
 interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)  # Triton 3.6 keeps NaN
 from kernels import get_local_kernel
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {support!r})
 bundle = get_local_kernel(Path({variant!r}))
 part = lambda name: importlib.import_module(f"{{bundle.__name__}}.{{name}}")
 part("gemm.api")._run_on_device = part("gemm.dispatch").run_on_gpu
@@ -44,23 +44,23 @@ on_cpu = part("nvfp4.quantize")._act_quant_on_device
 """
 
 SCENARIOS = """
-import test_nvfp4_gemm as table
+import gemm_scenarios as table
 chosen = [s for s in table.ON_CPU if s.tokens < 10 and s.depth < 200 and s.cols < 100]
 for scenario in chosen[::4]:
     table.check_scenario(bundle, part("nvfp4.reference"), scenario, "cpu")
 
-import test_nvfp4_misuse as misuse
-for name in misuse.STARTS:
+import malformed_routing
+for name in malformed_routing.STARTS:
     for indices in ("none", "gather and scatter"):
-        misuse.test_expert_starts_that_are_no_sequence(bundle, "cpu", name, indices)
+        malformed_routing.check_expert_starts(bundle, "cpu", name, indices)
 
-import test_nvfp4_poison as poison
+import poisoned
 for gate, activation_format in ((True, "bf16"), (False, None)):
-    poison.test_unused_values_change_nothing(bundle, "cpu", gate, activation_format, True, 48, 160)
+    poisoned.check_unused_values(bundle, "cpu", gate, activation_format, True, 48, 160)
 """
 
 COMPRESSED = """
-import test_fused as table
+import fused_scenarios as table
 chosen = [choice for choice in table.ON_CPU if choice["shape"][1] < 400 and choice["size"][1] < 10]
 for choice in chosen[::3]:
     table.check_scenario(bundle, choice, "cpu")
@@ -82,7 +82,7 @@ interpreter.InterpreterBuilder.create_dot_scaled = create_dot_scaled
 launch = part("gemm.dispatch")
 launch.uses_scaled_kernel = lambda gemm: not gemm.weight_only
 
-import test_nvfp4_gemm as table
+import gemm_scenarios as table
 reference = part("nvfp4.reference")
 wanted = [s for s in table.BASE + table.PORTABLE if s.activation.startswith("w4a4")]
 wanted += [table.replace(s, activation="w4a4_rowwise", layout=s.layout) for s in table.SHAPES if s.tokens < 20]
@@ -100,8 +100,8 @@ for codes, scales in ((a, a_scales), (b, b_scales)):  # a group's sign may be it
     codes.view(*scales.shape, 8)[negative] ^= 0x88
 assert torch.equal(bundle.matmul_grouped(*problem.args, **problem.options), want)
 
-import test_nvfp4_poison as poison
-poison.test_unused_values_change_nothing(bundle, "cpu", True, None, True, 48, 160)
+import poisoned
+poisoned.check_unused_values(bundle, "cpu", True, None, True, 48, 160)
 """
 
 QUANTIZER = """
@@ -164,5 +164,5 @@ for global_scale in (2.0**-117, 1e-20, 0.011, 0.7, 3e5, 1e25):  # float32 next t
     "body", [QUANTIZER, SCENARIOS, COMPRESSED, SCALED], ids=["quantizer", "scenarios", "compressed", "block-scaled"]
 )
 def test_interpreted_kernels_match(bundle_dir, run_python, body):
-    prelude = INTERPRETED.format(tests=str(TESTS), variant=str(bundle_dir))
-    run_python(prelude + body, TRITON_INTERPRET="1", PYTHONPATH=f"{TESTS}:{TESTS.parent / 'support'}")
+    prelude = INTERPRETED.format(support=str(SUPPORT), variant=str(bundle_dir))
+    run_python(prelude + body, TRITON_INTERPRET="1", PYTHONPATH=str(SUPPORT))

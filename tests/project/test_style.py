@@ -61,3 +61,9 @@ def test_workflows_may_only_read_unless_a_job_says_otherwise(path: Path):
     text = path.read_text()
     assert "\npermissions:\n  contents: read\n" in text
     assert text.count("timeout-minutes:") == text.count("runs-on:")
+
+
+def test_tests_do_not_import_one_another():
+    """What several need is in tests/support, where it is no test that others depend on."""
+    importing = re.compile(r"^\s*(?:from|import) test_\w+", re.MULTILINE)
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if importing.search(path.read_text())]
