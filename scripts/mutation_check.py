@@ -122,7 +122,7 @@ FAULTS = [
     Fault(
         "ignored expert_start (CPU)",
         f"{CSF}/decode.py",
-        "for plane in (starts[1:] > starts[:-1]).nonzero().view(-1).tolist()]",
+        "for plane in active_experts(expert_start, num_planes)]",
         "for plane in range(num_planes)]",
         ("tests/codec/test_csf_workspace.py",),
     ),
@@ -177,9 +177,9 @@ FAULTS = [
     ),
     Fault(
         "unsorted exceptions accepted",
-        f"{CSF}/scales.py",
-        "            (keys[1:] <= keys[:-1]).any(),\n",
-        "            (keys[1:] == keys[:-1]).any(),\n",
+        f"{CSF}/wire.py",
+        "(keys[1:] <= keys[:-1]).any()",
+        "(keys[1:] == keys[:-1]).any()",
         CODEC,
     ),
     Fault(
@@ -206,14 +206,14 @@ FAULTS = [
     Fault(
         "threads in one scratch at once",
         "torch-ext/finegrained_kernels/moe/scratch.py",
-        "    with scratch.lock:\n",
-        "    with contextlib.nullcontext():\n",
+        "        scratch.lock.acquire()\n        self.scratch = scratch\n",
+        "",
         ("tests/moe/test_threads.py", "-k", "single_threaded and cpu"),
     ),
     Fault(
         "a stream that does not wait for another's use of the scratch",
         "torch-ext/finegrained_kernels/moe/scratch.py",
-        "            stream.wait_event(self._end)\n",
+        "            stream_of(stream, self._device).wait_event(end)\n",
         "            pass\n",
         ("tests/moe/test_prefetcher.py", "-k", "free_of_races"),
     ),
