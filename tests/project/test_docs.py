@@ -136,7 +136,8 @@ def test_pip_would_find_the_extra(document, line):
 
 
 def test_readme_commands(bundle_dir, tmp_path):
-    lines = [line for document, line in commands() if document == "README.md" and not line.startswith("make ")]
+    documents = ("README.md", "docs/bundle.md")
+    lines = [line for document, line in commands() if document in documents and not line.startswith("make ")]
     assert [line.split()[:2] for line in lines] == [
         ["python", "examples/generate.py"],
         *(["finegrained-kernels", name] for name in ("compress", "verify", "restore")),
@@ -156,7 +157,7 @@ def test_readme_commands(bundle_dir, tmp_path):
     assert found.startswith(str(tmp_path / "hf"))
 
 
-@pytest.mark.parametrize("document", ["README.md", "CARD.md", "docs/transformers.md"])
+@pytest.mark.parametrize("document", ["README.md", "CARD.md", "docs/bundle.md", "docs/transformers.md"])
 def test_python_blocks(bundle_dir, tmp_path, document):
     code = "\n".join(blocks(document, PYTHON))
     assert code
@@ -198,7 +199,7 @@ def test_tutorial(bundle_dir, tmp_path):
 
 
 def test_commands_are_run_by_some_test():
-    tested = {"README.md", "docs/checkpoints.md", "docs/tutorial.md"}
+    tested = {"README.md", "docs/bundle.md", "docs/checkpoints.md", "docs/tutorial.md"}
     assert {document for document, line in commands() if not line.startswith(("make ", "pip "))} <= tested
     assert {document for document in DOCUMENTS if blocks(document, PYTHON)} <= tested | {
         "CARD.md",
