@@ -46,7 +46,7 @@ class BoundKernel:
         self.cluster = cluster
         self.constants = constants
         self._trailing = _trailing_constants(kernel, constants) if _is_known_case(kernel) else None
-        self._compiled: dict[tuple, tuple] = {}
+        self._compiled: dict[tuple, tuple[Any, Any, Any]] = {}
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         device = arguments[0].device
@@ -79,7 +79,7 @@ class BoundKernel:
         stream = torch._C._cuda_getCurrentRawStream(index)
         run(x, y, z, stream, function, metadata, None, None, None, *values, *trailing)
 
-    def _record(self, compiled: tuple, grid: tuple[int, int, int], arguments: tuple) -> None:
+    def _record(self, compiled: tuple[Any, Any, Any], grid: tuple[int, int, int], arguments: tuple) -> None:
         recorder = current_recorder()
         if recorder is not None:
             recorder.launches.append(
