@@ -52,6 +52,10 @@ compile: bundle
 mutation: ready
 	$(VENV_PYTHON) scripts/mutation_check.py
 
+# Faults in what only a GPU runs, on one.
+mutation-gpu: ready
+	$(VENV_PYTHON) scripts/mutation_check_gpu.py
+
 # Runs what this machine can.
 bench: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) benchmarks/run.py --out $(RESULTS)

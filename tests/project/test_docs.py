@@ -229,6 +229,17 @@ def test_architecture_names_what_is_there():
     assert {name for name in re.findall(r"`(?:[\w./-]+/)?(\w+\.py)`", text) if name not in known} == set()
 
 
+def test_the_guide_to_the_kernels_names_what_is_there():
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    sources = {path: path.read_text() for folder in ("torch-ext", "tests", "scripts", "benchmarks")
+               for path in (ROOT / folder).rglob("*.py")}  # fmt: skip
+    files = {path.name for path in sources}
+    assert {name for name in re.findall(r"`(?:[\w./-]+/)?(\w+\.py)`", text) if name not in files} == set()
+    words = "\n".join(sources.values())
+    names = {name for name in re.findall(r"`(?:\w+\.)?(\w+)`", text) if "_" in name}
+    assert len(names) > 40 and {name for name in names if not re.search(rf"\b{name}\b", words)} == set()
+
+
 def test_the_oldest_python_is_the_same_everywhere():
     """Which one that is, CI shows by running it."""
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")

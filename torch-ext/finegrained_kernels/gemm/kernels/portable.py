@@ -15,6 +15,17 @@ from .schedule import Schedule, count_tiles, find_tile, source_rows, target_rows
 
 
 @triton.jit
+def program_tile(schedule, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """The tile of a program of the grid [row tiles, column tiles]."""
+    experts = tl.arange(0, SHAPE.BLOCK_E)
+    tile_ends, _ = count_tiles(experts, schedule.routing, schedule.num_rows, schedule.num_experts, TILE.BLOCK_T)
+    schedule = Schedule(
+        schedule.routing, tile_ends, schedule.num_rows, schedule.num_sources, num_experts=schedule.num_experts
+    )
+    return find_tile(schedule, tl.program_id(0), tl.program_id(1), experts, TILE.BLOCK_T)
+
+
+@triton.jit
 def scale_offsets(rows, cols, C: tl.constexpr, SWIZZLED: tl.constexpr):
     """Offset of a scale byte in its plane of C columns."""
     if SWIZZLED:
@@ -103,10 +114,8 @@ def portable_gemm_kernel(
     x_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):
     """One tile a program. Groups of arguments, and SHAPE: operands.py; TILE: a BlockTile."""
-    experts = tl.arange(0, SHAPE.BLOCK_E)
-    tile_ends, _ = count_tiles(experts, routing, num_rows, num_experts, BLOCK_T=TILE.BLOCK_T)
-    schedule = Schedule(routing, tile_ends, num_rows, num_sources, num_experts)
-    tile = find_tile(schedule, tl.program_id(0), tl.program_id(1), experts, TILE.BLOCK_T)
+    schedule = Schedule(routing, 0, num_rows, num_sources, num_experts)
+    tile = program_tile(schedule, SHAPE, TILE)
     sources = source_rows(schedule, tile, tl.arange(0, TILE.BLOCK_T))
     depth = tl.where(tile.expert < num_experts, SHAPE.K, 0)
     codes_ptr, scales_ptr = expert_weight(weight, tile, schedule, SHAPE)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .portable import expert_weight, finish_tile, scale_offsets
-from .schedule import Schedule, count_tiles, find_tile, source_rows
+from .portable import expert_weight, finish_tile, program_tile, scale_offsets
+from .schedule import Schedule, source_rows
 
 
 @triton.jit
@@ -51,10 +51,8 @@ def scaled_gemm_kernel(
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_T: tl.constexpr = TILE.BLOCK_T
     C: tl.constexpr = SHAPE.C
-    experts = tl.arange(0, SHAPE.BLOCK_E)
-    tile_ends, _ = count_tiles(experts, routing, num_rows, num_experts, BLOCK_T=TILE.BLOCK_T)
-    schedule = Schedule(routing, tile_ends, num_rows, num_sources, num_experts)
-    tile = find_tile(schedule, tl.program_id(0), tl.program_id(1), experts, TILE.BLOCK_T)
+    schedule = Schedule(routing, 0, num_rows, num_sources, num_experts)
+    tile = program_tile(schedule, SHAPE, TILE)
     sources = source_rows(schedule, tile, tl.arange(0, TILE.BLOCK_T))
     depth = tl.where(tile.expert < num_experts, SHAPE.K, 0)
     codes_ptr, scales_ptr = expert_weight(weight, tile, schedule, SHAPE)
