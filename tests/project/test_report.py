@@ -22,7 +22,7 @@ MEASURED_COLUMNS = (
     "baseline_us"
 )
 MORE_COLUMNS = {"model.csv": ",tokens_per_s,scale_bytes,allocated_bytes", "peers.csv": ",rel_error"}
-CONDITIONS = {"csf_cpu.csv": ("warm", "busy_core"), "model.csv": ("eager", "graph")}
+CONDITIONS = {"csf_cpu.csv": ("warm", "busy_core"), "eager.csv": ("eager_cpu",), "model.csv": ("eager", "graph")}
 UNITS = r"(us|ms|s|seconds|minutes|MB|GB|GiB|GB/s|TB/s|%|percent|times|x)\b|%"
 
 

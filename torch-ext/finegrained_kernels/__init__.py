@@ -14,6 +14,7 @@ from .moe.reduction import weighted_reduce
 from .moe.routing import compute_grouped_scheduling
 from .nvfp4.quantize import nvfp4_act_quant, nvfp4_quantize_two_level
 from .swizzle import swizzle_mx_scales, unswizzle_mx_scales
+from .warming import warm_up
 
 __all__ = [
     "NVFP4CSFScales",
@@ -37,5 +38,6 @@ __all__ = [
     "swizzle_mx_scales",
     "unswizzle_mx_scales",
     "uses_expanded_scales",
+    "warm_up",
     "weighted_reduce",
 ]

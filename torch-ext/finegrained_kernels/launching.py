@@ -82,9 +82,9 @@ class BoundKernel:
     def _record(self, compiled: tuple[Any, Any, Any], grid: tuple[int, int, int], arguments: tuple) -> None:
         recorder = current_recorder()
         if recorder is not None:
-            recorder.launches.append(
-                Launch(*compiled, grid, (*arguments, *(self._trailing or ())), self.kernel.pre_run_hooks)
-            )
+            run, function, metadata = compiled
+            given = (*arguments, *(self._trailing or ()))
+            recorder.launches.append(Launch(run, function, metadata, grid, given, self.kernel.pre_run_hooks))
 
     def _launch_by_triton(self, grid: tuple[int, ...], arguments: tuple) -> Any:
         if self.cluster is not None:

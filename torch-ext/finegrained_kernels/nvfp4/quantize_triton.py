@@ -34,7 +34,7 @@ def within(mask, k, K: tl.constexpr, WIDTH: tl.constexpr):
     return mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_sources"])
 def quantize_rows_kernel(
     x_ptr, global_ptr, packed_ptr, scales_ptr, operand_ptr, row_index_ptr,
     num_rows, num_sources, global_stride,
@@ -107,7 +107,7 @@ def quantize_block(
         tl.store(packed_ptr + offsets, packed, mask=within(mask, k // 2, K // 2, BLOCK_K // 2))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def expand_rows_kernel(
     packed_ptr, scales_ptr, operand_ptr, num_rows, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr
 ):

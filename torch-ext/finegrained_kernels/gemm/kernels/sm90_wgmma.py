@@ -54,7 +54,7 @@ from .weights import copy_weights, new_ring
 PERMUTE_BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def permute_tokens_kernel(x_ptr, out_ptr, num_rows, K: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK results a program. In a chunk, k = (lane, own group, word, half, p) and the result is (word, p, own group,
     lane, half): unpack.py. Zeros past K."""

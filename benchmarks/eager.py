@@ -1,0 +1,181 @@
+"""CPU time of calls that nobody captured, by the clock over a loop that the GPU keeps up with, beside torch's smallest
+operator in the same run; and what `warm_up` spares them, measured in programs of their own.
+
+    LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/eager.py
+
+A call's row is the median of five loops of 300. `warm_up` of a layer's dense and compressed forms, W4A16 and W4A4,
+begins with an empty cache of Triton (`warm_up`), then with a full one (`warm_up_again`); after it, a new program makes
+calls of 40 random numbers of tokens, and counts compilations (`first_calls`: the slowest). In the column `bytes` these
+three have numbers of kernels. Rows of other variants, such as Marlin's, stay as they are: they are measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import harness
+import torch
+from nvfp4_gemm import get_bundle
+from scale_planes import make_planes, plain_scales
+
+EXPERTS, HIDDEN, INNER, TOP_K = 512, 2560, 640, 8
+LOOPS, ROUNDS = 5, 300
+TOKENS = (1, 8, 64)
+
+
+def make_layers(bundle, device: str = "cuda") -> tuple:
+    """The layer on dense scales, and on compressed ones."""
+    bytes_ = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+    sizes = {"gate_up_scales": (EXPERTS, 2 * INNER, HIDDEN // 16), "down_scales": (EXPERTS, HIDDEN, INNER // 16)}
+    dense = bundle.NVFP4Experts(
+        gate_up=bytes_(EXPERTS, 2 * INNER, HIDDEN // 2), down=bytes_(EXPERTS, HIDDEN, INNER // 2),
+        gate_up_global=torch.ones(EXPERTS, device=device), down_global=torch.ones(EXPERTS, device=device),
+        **{name: bytes_(*size).zero_().view(torch.float8_e4m3fn) for name, size in sizes.items()},
+    )  # fmt: skip
+    return dense, dataclasses.replace(
+        dense, **{name: plain_scales(bundle, *size, device) for name, size in sizes.items()}
+    )
+
+
+def routing(tokens: int, device: str = "cuda") -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(tokens)
+    index = torch.rand(tokens, EXPERTS, generator=generator, device=device).topk(TOP_K).indices
+    hidden = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, generator=generator, device=device)
+    return hidden, index, torch.rand(tokens, TOP_K, generator=generator, device=device)
+
+
+def calls(bundle) -> dict[tuple[str, int], dict[str, Callable[[], object]]]:
+    dense, fused = make_layers(bundle)
+    x = torch.randn(1, 4096, dtype=torch.bfloat16, device="cuda")
+    weight = torch.empty(4096, 2048, dtype=torch.uint8, device="cuda")
+    planes = make_planes(1, 4096, 256, 0.3)
+    compressed = bundle.prepare_nvfp4_csf_scales(*bundle.compress_nvfp4_csf_scales(planes), num_rows=4096, num_cols=256)
+    linear = functools.partial(
+        bundle.matmul_2d, x, weight, activation_format="bf16", b_global_scale=torch.ones(1, device="cuda")
+    )
+    small = torch.zeros(16, 16, device="cuda")
+    size = bundle.csf_workspace_size(fused.down_scales)
+    decompress = functools.partial(
+        bundle.decompress_nvfp4_csf_scales, fused.down_scales, max_active=TOP_K,
+        workspace=torch.empty(size, dtype=torch.uint8, device="cuda"),
+        expert_start=torch.zeros(EXPERTS + 1, dtype=torch.int32, device="cuda"),
+    )  # fmt: skip
+    work: dict[tuple[str, int], dict[str, Callable[[], object]]] = {
+        ("torch_add", 1): {"torch": lambda: small + small},
+        ("dense_4096", 1): {
+            "ours_dense": functools.partial(linear, Bs=planes[0].view(torch.float8_e4m3fn)),
+            "ours_fused": functools.partial(linear, Bs=compressed),
+        },
+        ("decompress_qwen_down", 1): {"ours": decompress},
+    }
+    for tokens in TOKENS:
+        given = routing(tokens)
+        work["qwen", tokens] = {
+            name: functools.partial(bundle.moe_forward, layer, *given, activation_format="bf16")
+            for name, layer in (("ours_dense", dense), ("ours_fused", fused))
+        }
+    return work
+
+
+def cpu_time(call: Callable[[], object]) -> harness.Timing:
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    taken = []
+    for _ in range(LOOPS):
+        begin = time.perf_counter()
+        for _ in range(ROUNDS):
+            call()
+        taken.append((time.perf_counter() - begin) / ROUNDS * 1e6)
+        torch.cuda.synchronize()
+    return harness.quantiles(taken)
+
+
+def warm(bundle) -> dict[str, float]:
+    """Seconds that `warm_up` takes in this program, for both forms of the layer and both formats."""
+    layers = make_layers(bundle, "meta")
+    begin = time.perf_counter()
+    kernels = bundle.warm_up(layers)
+    return {"us": (time.perf_counter() - begin) * 1e6, "count": kernels}
+
+
+def first_calls(bundle) -> dict[str, float]:
+    """The slowest of 40 calls of random numbers of tokens, and how many kernels they compiled."""
+    import triton
+
+    compiled: list[bool] = []
+
+    def listen(*_: object, cache_hit: bool, **__: object) -> None:
+        compiled.append(not cache_hit)
+
+    triton.knobs.compilation.listener = listen
+    layers = make_layers(bundle)
+    generator, slowest = torch.Generator().manual_seed(0), 0.0
+    (torch.zeros(1, device="cuda") + 1).sort()
+    torch.cuda.synchronize()
+    for number in range(40):
+        tokens = int(torch.randint(1, 16385, (1,), generator=generator)) >> int(
+            torch.randint(0, 14, (1,), generator=generator)
+        )
+        given = routing(max(tokens, 1))
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        bundle.moe_forward(layers[number % 2], *given, activation_format=(None, "bf16")[number // 2 % 2])
+        slowest = max(slowest, time.perf_counter() - begin)
+        torch.cuda.synchronize()
+    return {"us": slowest * 1e6, "count": sum(compiled)}
+
+
+STEPS = {"warm_up": warm, "warm_up_again": warm, "first_calls": first_calls}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/eager.csv")
+    parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
+    parser.add_argument("--bundle", type=Path, help="a built variant, where `kernels` is not installed")
+    parser.add_argument("--step", choices=STEPS, help="one step of warming up, printed")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.step:
+        print(json.dumps(STEPS[arguments.step](get_bundle(arguments.bundle))))
+        return
+    results = harness.Results(arguments.out, arguments.commit, merge=True)
+    with tempfile.TemporaryDirectory() as cache:
+        for step in STEPS:
+            command = [sys.executable, __file__, "--step", step]
+            command += ["--bundle", str(arguments.bundle)] if arguments.bundle else []
+            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            measured = json.loads(done.stdout.splitlines()[-1])
+            timing = harness.Timing(*[measured["us"]] * 3)
+            results.append("qwen", step, timing, condition="eager_cpu", bytes=measured["count"])
+            print(f"{step:22} {measured['us'] / 1e6:8.3f} s, {measured['count']}", flush=True)
+    bundle, reference = get_bundle(arguments.bundle), 0.0
+    for (case, tokens), variants in calls(bundle).items():
+        for variant, call in variants.items():
+            timing = cpu_time(call)
+            reference = reference or timing.p50
+            results.append(
+                case, variant, timing, tokens=tokens, condition="eager_cpu", baseline="torch_add",
+                baseline_us=f"{reference:.2f}",
+            )  # fmt: skip
+            print(
+                f"{case:22}{tokens:4} {variant:12}{timing.p50:9.2f} us, {timing.p50 / reference:6.2f} adds", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`warm_up`: what it compiles is what launches would, found again in Triton's cache; and what it leaves alone.
+
+Here it compiles for an H200, which it is told about: no GPU is there, and its workers see none on any machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+H200 = {"capability": (9, 0), "name": "NVIDIA H200", "num_sms": 132}
+E, H, I, TOP_K = 4, 256, 128, 2  # noqa: E741
+
+
+def make_experts(bundle, device: str = "meta"):
+    def bytes_(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+
+    scales = [bytes_(E, 2 * I, H // 16), bytes_(E, H, I // 16)]
+    globals_ = [torch.ones(E, device=device) for _ in range(2)]
+    scales = [one.view(torch.float8_e4m3fn) for one in scales]
+    return bundle.NVFP4Experts(bytes_(E, 2 * I, H // 2), bytes_(E, H, I // 2), *scales, *globals_)
+
+
+@pytest.fixture
+def warming(bundle, monkeypatch, tmp_path):
+    module = importlib.import_module(f"{bundle.__name__}.warming")
+    monkeypatch.setattr(module, "_gpu_of", lambda layers, device: torch.device("cuda", 0))
+    monkeypatch.setattr(module, "_facts_of", lambda device: H200)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return module
+
+
+def test_without_a_gpu_nothing_is_done(bundle, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bundle.warm_up(make_experts(bundle)) == 0
+    assert bundle.warm_up(make_experts(bundle, "cpu")) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"tokens": [0, 3]}, "tokens: expected positive numbers, got 0"),
+        ({"formats": ["fp8"]}, "formats: expected None or 'bf16', got 'fp8'"),
+    ],
+)
+def test_what_is_refused(bundle, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        bundle.warm_up(make_experts(bundle), **arguments)
+    with pytest.raises(TypeError, match="layers: expected NVFP4Experts or pairs of weight and scales, got str"):
+        bundle.warm_up(["text"])
+
+
+def test_a_worker_that_fails_says_why(bundle, warming, monkeypatch):
+    monkeypatch.setattr(warming, "_facts_of", lambda device: {})
+    with pytest.raises(RuntimeError, match=r"compiling kernels ahead failed: (?s:.*)KeyError: 'capability'"):
+        bundle.warm_up(make_experts(bundle), tokens=[1], formats=["bf16"], max_workers=1)
+
+
+SCRIPT = f"""
+import importlib, subprocess
+from pathlib import Path
+import torch, triton
+from kernels import get_kernel
+
+print("once")
+csf = get_kernel("kernels-community/finegrained-kernels", version=1)
+warming = importlib.import_module(csf.__name__ + ".warming")
+warming._gpu_of, warming._facts_of = lambda layers, device: torch.device("cuda", 0), lambda device: {H200}
+weight = torch.empty(64, 64, dtype=torch.uint8, device="meta")
+scales = torch.empty(64, 8, dtype=torch.float8_e4m3fn, device="meta")
+told = []
+arguments = dict(tokens=[1], formats=["bf16"], progress=lambda *now: told.append(now), max_workers=1)
+count = csf.warm_up((weight, scales), **arguments)
+binaries = sorted(Path(triton.knobs.cache.dir).glob("*/*.cubin"))
+print(count == len(binaries) > 0, told == [(i + 1, count) for i in range(count)])
+binaries[0].rename(binaries[0].with_suffix(".lost"))
+print(csf.warm_up([(weight, scales), (weight, scales)], **arguments) == count, binaries[0].exists())
+subprocess.Popen = None  # nothing is started where all is there
+print(csf.warm_up((weight, scales), **arguments) == count, told[-1] == (count, count))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_once_and_found_again_by_a_script_that_runs_once(bundle_dir, tmp_path):
+    """No main guard; every kernel told of; one that the cache lost is compiled again."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "LOCAL_KERNELS": f"kernels-community/finegrained-kernels={bundle_dir}",
+    }
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["once", *["True"] * 6]
+
+
+def test_every_number_of_tokens_launches_what_was_found(bundle, warming):
+    """Kernels of all numbers of tokens up to 4,096, each called, are those that the few chosen ones launch."""
+    code = f"""
+import json, sys
+sys.path.insert(0, {str(Path(bundle.__file__).parent)!r})
+task = json.loads(sys.stdin.read())
+sys.path[:] = task["sys_path"]
+import importlib.util
+spec = importlib.util.spec_from_file_location("worker", {str(Path(bundle.__file__).with_name("warming_worker.py"))!r})
+worker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(worker)
+from pathlib import Path
+bundle = worker.load_bundle(task["name"], Path(task["directory"]))
+worker.pretend_gpu(task["device"])
+few = set(worker.find_kernels(bundle, task))
+worker.config_of = lambda *arguments, number=iter(range(1 << 30)): next(number)
+print(len(few), set(worker.find_kernels(bundle, task)) == few)
+"""
+    layer = dataclasses.replace(make_experts(bundle))
+    task = {
+        "name": bundle.__name__, "directory": str(Path(bundle.__file__).parent), "device": H200, "sys_path": sys.path,
+        "layers": [warming._describe(layer, TOP_K, torch.bfloat16)], "formats": ["bf16", None],
+        "tokens": [*range(1, 20), *range(20, 4097, 211)],
+    }  # fmt: skip
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    count, same = done.stdout.split()
+    assert int(count) > 5 and same == "True"

@@ -1,0 +1,228 @@
+"""Kernels compiled before they are needed: `warm_up`."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Union
+
+import torch
+
+from .csf.scales import NVFP4CSFScales
+from .device import num_sms
+from .moe.experts import NVFP4Experts
+
+_WORKER_BYTES = 1 << 30
+"""Memory that a worker needs: torch, Triton and a compiler at work."""
+
+_EXPERT_FIELDS = (
+    *("gate_up", "gate_up_scales", "gate_up_global", "gate_up_input_global"),
+    *("down", "down_scales", "down_global", "down_input_global"),
+)
+Layer = Union[NVFP4Experts, "tuple[torch.Tensor, torch.Tensor | NVFP4CSFScales]"]
+
+
+def warm_up(
+    layers: Layer | Sequence[Layer],
+    *,
+    tokens: Iterable[int] = range(1, 16385),
+    formats: Sequence[str | None] = ("bf16", None),
+    top_k: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    max_workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Compile the kernels that calls of `layers` will launch, side by side, into Triton's cache, where this program and
+    later ones find them.
+
+    The kernels are those that the default rules choose: calls of `moe_forward` without `strategy`, and of `matmul_2d`
+    without gate or requantized output. Layers of equal shapes are one. Workers are programs of their own, which import
+    this bundle alone and see no GPU; as many as there are cores, and memory for.
+
+    Args:
+        layers: `NVFP4Experts`, or pairs of a weight uint8 `[N, K / 2]` and its scales, as `matmul_2d` takes them; one
+            or several. Shapes and dtypes are all that is read: tensors may be on the meta device.
+        tokens: the numbers of tokens that calls may have.
+        formats: values of `activation_format`.
+        top_k: experts a token.
+        dtype: of the activations.
+        device: the GPU; by default the layers', or the current one if they are on the meta device.
+        max_workers: most programs at a time.
+        progress: called with the number of kernels that are ready, and of all, each time one is.
+
+    Returns:
+        How many kernels are ready; 0, at once, without an NVIDIA GPU or Triton for it.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+        RuntimeError: a worker failed; with what it said.
+    """
+    is_pair = isinstance(layers, tuple) and len(layers) == 2 and isinstance(layers[0], torch.Tensor)
+    several: list[Any] = [layers] if is_pair or isinstance(layers, NVFP4Experts) else list(layers)
+    described = {json.dumps(_describe(layer, top_k, dtype)): None for layer in several}
+    counts = sorted({*map(int, tokens)})
+    if counts and counts[0] < 1:
+        raise ValueError(f"tokens: expected positive numbers, got {counts[0]}")
+    for name in formats:
+        if name not in (None, "bf16"):
+            raise ValueError(f"formats: expected None or 'bf16', got {name!r}")
+    gpu = _gpu_of(several, device)
+    if gpu is None or not described or not counts or not formats:
+        return 0
+    task = {
+        "name": __name__.rpartition(".")[0],
+        "directory": str(Path(__file__).parent),
+        "device": _facts_of(gpu),
+        "layers": list(map(json.loads, described)),
+        "tokens": counts,
+        "formats": list(formats),
+    }
+    record = _record_of(task)
+    known = _read_record(record)
+    if known is not None:
+        if progress is not None:
+            progress(len(known), len(known))
+        return len(known)
+    workers = max(1, min(max_workers or _num_cores(), _num_cores(), _free_bytes() // _WORKER_BYTES))
+    caches = _compile({**task, "sys_path": sys.path}, workers, progress)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    partial = record.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(caches))
+    partial.replace(record)
+    return len(caches)
+
+
+def _describe(layer: Layer, top_k: int, dtype: torch.dtype) -> dict[str, Any]:
+    if isinstance(layer, NVFP4Experts):
+        tensors = {name: _describe_tensor(getattr(layer, name)) for name in _EXPERT_FIELDS}
+        return {"kind": "experts", "tensors": tensors, "top_k": top_k, "dtype": _name_of(dtype)}
+    if not isinstance(layer, tuple) or len(layer) != 2 or not isinstance(layer[0], torch.Tensor):
+        raise TypeError(f"layers: expected NVFP4Experts or pairs of weight and scales, got {type(layer).__name__}")
+    parts = {"weight": _describe_tensor(layer[0]), "scales": _describe_tensor(layer[1])}
+    return {"kind": "linear", "tensors": parts, "dtype": _name_of(dtype)}
+
+
+def _describe_tensor(value: torch.Tensor | NVFP4CSFScales | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if isinstance(value, NVFP4CSFScales):
+        parts = value.state_dict().items()  # how many exceptions there are is nothing to a kernel
+        return {name: {**_shape_of(part), **({"shape": [64]} if name == "exceptions" else {})} for name, part in parts}
+    return _shape_of(value)
+
+
+def _shape_of(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": _name_of(tensor.dtype)}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).partition(".")[2]
+
+
+def _gpu_of(layers: Sequence[Layer], device: torch.device | str | None) -> torch.device | None:
+    """The GPU to compile for; None without one that these kernels are launched on past Triton."""
+    if device is None:
+        first = layers[0] if layers else None
+        tensor = first.gate_up if isinstance(first, NVFP4Experts) else first[0] if first else None
+        device = "cuda" if tensor is None or tensor.device.type == "meta" else tensor.device
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    try:
+        import triton  # noqa: F401  (may be absent where only the CPU is used)
+    except ImportError:
+        return None
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _facts_of(device: torch.device) -> dict[str, Any]:
+    capability = torch.cuda.get_device_capability(device)
+    return {"capability": capability, "name": torch.cuda.get_device_name(device), "num_sms": num_sms(device)}
+
+
+def _record_of(task: dict[str, Any]) -> Path:
+    """A file in Triton's cache that lists what a warm-up like this one made there."""
+    import triton
+
+    versions = torch.__version__, triton.__version__, sys.version
+    digest = hashlib.sha256(json.dumps([task, versions]).encode()).hexdigest()
+    return Path(triton.knobs.cache.dir) / f"warm_up_{digest[:32]}.json"
+
+
+def _read_record(record: Path) -> list[str] | None:
+    """The kernels in the cache, if all are there."""
+    try:
+        caches = json.loads(record.read_text())
+    except (OSError, ValueError):
+        return None
+    return caches if all(any(Path(cache).glob("*.cubin")) for cache in caches) else None
+
+
+def _compile(task: dict[str, Any], workers: int, progress: Callable[[int, int], None] | None) -> list[str]:
+    """Run the workers; the places in Triton's cache of all kernels."""
+    program = [sys.executable, str(Path(__file__).with_name("warming_worker.py"))]
+    caches: list[str] = []
+    failures: collections.deque[str] = collections.deque()
+    total = [0]
+    lock = threading.Lock()
+
+    def attend(process: subprocess.Popen) -> None:
+        stderr = process.stderr
+        assert process.stdin is not None and process.stdout is not None and stderr is not None
+        errors: list[str] = []
+        reader = threading.Thread(target=lambda: errors.append(stderr.read()))
+        reader.start()
+        process.stdin.write(json.dumps(task))
+        process.stdin.close()
+        for line in process.stdout:
+            if not line.startswith("{"):
+                continue
+            said = json.loads(line)
+            with lock:
+                total[0] = said.get("total", total[0])
+                if "cache" in said:
+                    caches.append(said["cache"])
+                    if progress is not None:
+                        progress(len(caches), total[0])
+        reader.join()
+        if process.wait():
+            failures.append(errors[0][-2000:])
+
+    with tempfile.TemporaryDirectory() as claims:
+        task = {**task, "claims": claims}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes = [subprocess.Popen(program, text=True, **pipes) for _ in range(workers)]
+        threads = [threading.Thread(target=attend, args=(process,)) for process in processes]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            for process in processes:
+                process.kill()
+    if failures:
+        raise RuntimeError(f"compiling kernels ahead failed: {failures[0]}")
+    return sorted(caches)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _free_bytes() -> int:
+    """Memory that programs may take; as much as one needs where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _WORKER_BYTES
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), _WORKER_BYTES)

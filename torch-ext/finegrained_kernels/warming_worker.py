@@ -1,0 +1,226 @@
+"""A program: compiles kernels ahead of their first launch, beside others like it. Started by `warming.py`, which writes
+what is to be done to its standard input; it prints a line for each kernel.
+
+It imports the bundle, under the name that it has there, and nothing of the program around it. It sees no GPU: Triton
+is given a driver that only names one, calls are made on torch's fake tensors, and instead of launching, each kernel of
+theirs is compiled into Triton's cache as its launch would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Callable
+
+
+def main() -> None:
+    task = json.loads(sys.stdin.read())
+    os.putenv("CUDA_VISIBLE_DEVICES", "")  # what torch, imported below, reads of itself
+    os.putenv("OMP_NUM_THREADS", "1")
+    sys.path[:] = task["sys_path"]
+    bundle = load_bundle(task["name"], Path(task["directory"]))
+    pretend_gpu(task["device"])
+    jobs = sorted(find_kernels(bundle, task).values(), key=cost, reverse=True)
+    print(json.dumps({"total": len(jobs)}), flush=True)
+    for number, job in enumerate(jobs):
+        try:
+            os.close(os.open(os.path.join(task["claims"], str(number)), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        print(json.dumps(compile_kernel(*job)), flush=True)
+
+
+def load_bundle(name: str, directory: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        name, directory / "__init__.py", submodule_search_locations=[str(directory)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pretend_gpu(device: dict[str, Any]) -> None:
+    """What launchers and Triton ask of the GPU that kernels are compiled for."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = device["capability"]
+    patches: dict[str, Callable] = {
+        "get_device_capability": lambda index=None: (major, minor),
+        "get_device_name": lambda index=None: device["name"],
+        "get_device_properties": lambda index=None: SimpleNamespace(multi_processor_count=device["num_sms"]),
+        "current_device": lambda: 0,
+        "current_stream": lambda index=None: SimpleNamespace(cuda_stream=0),
+    }
+    for name, function in patches.items():
+        setattr(torch.cuda, name, function)
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda index=None: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+
+
+class OtherLibrary(Exception):
+    """What follows is a library's, and needs no compiler."""
+
+
+def find_kernels(bundle: ModuleType, task: dict[str, Any]) -> dict[tuple, tuple]:
+    """Kernel, constants and what stands for its arguments, of every kernel that these layers' calls launch."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    launching = importlib.import_module(f"{bundle.__name__}.launching")
+    found: dict[tuple, tuple] = {}
+
+    def note(bound: Any, grid: tuple, *arguments: Any) -> None:
+        stand_ins = tuple(map(stand_in, arguments))
+        names = [parameter for parameter in bound.kernel.params if not parameter.is_constexpr]
+        classes = [class_of(value, not parameter.do_not_specialize) for parameter, value in zip(names, stand_ins)]
+        constants = tuple(sorted((name, repr(value)) for name, value in bound.constants.items()))
+        found.setdefault((bound.kernel, constants, *classes), (bound.kernel, bound.constants, stand_ins))
+        if bound.kernel.fn.__name__ == "unpack_kernel":
+            raise OtherLibrary
+
+    launching.BoundKernel.__call__ = note
+    with FakeTensorMode():
+        for layer in task["layers"]:
+            call_experts(bundle, layer, task) if layer["kind"] == "experts" else call_linear(bundle, layer, task)
+    return found
+
+
+def stand_in(argument: Any) -> Any:
+    """What Triton takes for a tensor that is not there: aligned, of the same dtype."""
+    import torch
+    from triton.runtime.jit import MockTensor
+
+    if isinstance(argument, torch.Tensor):
+        return MockTensor(argument.dtype)
+    if isinstance(argument, tuple):
+        items = tuple(map(stand_in, argument))
+        return type(argument)(*items) if hasattr(argument, "_fields") else items
+    return argument
+
+
+def class_of(value: Any, specialized: bool) -> Any:
+    """At least as fine as Triton tells arguments apart."""
+    if isinstance(value, tuple):
+        return tuple(class_of(item, specialized) for item in value)
+    if type(value) is int:
+        return (1 if value == 1 else 2 if value % 16 == 0 else 0) if specialized else int
+    return value.dtype if hasattr(value, "dtype") else type(value)
+
+
+def fake(described: Any, bundle: ModuleType) -> Any:
+    """A tensor, scales, or None, of a description that `warming.py` made."""
+    import torch
+
+    if described is None:
+        return None
+    if "bases" in described:
+        return bundle.NVFP4CSFScales(**{name: fake(part, bundle) for name, part in described.items()})
+    dtype = getattr(torch, described["dtype"])
+    return torch.empty(described["shape"], dtype=dtype, device="cuda:0")
+
+
+def call_experts(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any]) -> None:
+    import torch
+
+    forward = importlib.import_module(f"{bundle.__name__}.moe.layer")
+    scheduling = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
+    experts = bundle.NVFP4Experts(**{name: fake(part, bundle) for name, part in layer["tensors"].items()})
+    top_k, num_experts = layer["top_k"], experts.num_experts
+    dtype = getattr(torch, layer["dtype"])
+    kinds: dict[tuple, int] = {}
+    for num_tokens in task["tokens"]:
+        rows = num_tokens * top_k
+        is_batched = forward.is_batched(rows)
+        tiled = min(rows, num_experts) if is_batched else rows
+        configs = [
+            config_of(bundle, weight, scales, tiled, result_bytes)
+            for weight, scales, result_bytes in (
+                (experts.gate_up, experts.gate_up_scales, dtype.itemsize // 2),
+                (experts.down, experts.down_scales, dtype.itemsize),
+            )
+        ]
+        is_one = num_tokens == 1  # one global then is no global a row
+        kinds.setdefault((is_batched, is_one, scheduling.fits(rows, num_experts), *configs), num_tokens)
+    for num_tokens in kinds.values():
+        x = torch.empty(num_tokens, experts.hidden_size, dtype=dtype, device="cuda:0")
+        for index_dtype, weights_dtype in ((torch.int64, torch.float32), (torch.int32, dtype)):
+            index = torch.empty(num_tokens, top_k, dtype=index_dtype, device="cuda:0")
+            weights = torch.empty(num_tokens, top_k, dtype=weights_dtype, device="cuda:0")
+            for activation_format in task["formats"]:
+                bundle.moe_forward(experts, x, index, weights, activation_format=activation_format)
+            bundle.weighted_reduce(x.new_empty(num_tokens * top_k, x.shape[1]), index, weights.to(dtype), num_experts)
+            bundle.weighted_reduce(x.new_empty(num_tokens * top_k, x.shape[1]), index, weights.float(), num_experts)
+
+
+def call_linear(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any]) -> None:
+    import torch
+
+    parts = {name: fake(part, bundle) for name, part in layer["tensors"].items()}
+    dtype = getattr(torch, layer["dtype"])
+    weight, scales = parts["weight"], parts["scales"]
+    ahead, split = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("ahead", "split"))
+    kinds: dict[Any, int] = {}
+    for num_tokens in task["tokens"]:
+        shape = weight.device, weight.shape[0], weight.shape[1] * 2, num_tokens
+        config = config_of(bundle, weight.unsqueeze(0), scales, num_tokens, dtype.itemsize)
+        kind = ahead.unpacks_ahead(*shape), split.choose_split(*shape), config
+        kinds.setdefault((num_tokens == 1, *kind), num_tokens)
+    for num_tokens in kinds.values():
+        x = torch.empty(num_tokens, weight.shape[1] * 2, dtype=dtype, device="cuda:0")
+        options = {"b_global_scale": torch.empty(1, device="cuda:0")}
+        for activation_format in task["formats"]:
+            with contextlib.suppress(OtherLibrary):
+                bundle.matmul_2d(x, weight, None, scales, activation_format=activation_format, **options)
+            if activation_format is None:
+                bundle.matmul_2d(x, weight, None, scales, a_global_scale=torch.empty(1, device="cuda:0"), **options)
+
+
+def config_of(bundle: ModuleType, weight: Any, scales: Any, num_rows: int, result_bytes: int) -> Any:
+    config = importlib.import_module(f"{bundle.__name__}.gemm.config")
+    is_compressed = isinstance(scales, bundle.NVFP4CSFScales)
+    num_experts, rows, half = weight.shape
+    return config.choose_config(weight.device, rows, 2 * half, num_rows, num_experts, result_bytes, is_compressed)
+
+
+def cost(job: tuple) -> float:
+    """Which of two kernels takes longer to compile, roughly: the largest are begun first."""
+    kernel, constants, _ = job
+    tile = constants.get("TILE")
+    size = getattr(tile, "BLOCK_N", 0) * getattr(tile, "BLOCK_T", 0)
+    return size * (4 if "wgmma" in kernel.fn.__name__ else 1)
+
+
+def compile_kernel(kernel: Any, constants: dict[str, Any], arguments: tuple) -> dict[str, Any]:
+    """Where in Triton's cache the kernel is now, and whether it was there before."""
+    import triton
+    from triton.runtime.cache import get_cache_manager
+
+    hits: list[bool] = []
+
+    def listen(*_: Any, cache_hit: bool = False, **__: Any) -> None:
+        hits.append(cache_hit)
+
+    triton.knobs.compilation.listener = listen
+    compiled = kernel.run(*arguments, grid=(1,), warmup=True, **constants)
+    if triton.__version__.startswith("3.6."):  # whose launchers are C that is compiled for each signature
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(compiled.src, compiled.metadata)
+    return {"cache": get_cache_manager(compiled.hash).cache_dir, "compiled": not all(hits)}
+
+
+if __name__ == "__main__":
+    main()
