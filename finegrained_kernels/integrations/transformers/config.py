@@ -14,7 +14,7 @@ METHOD, CHECKPOINT = "finegrained-kernels", "checkpoint"
 STRATEGIES = ("auto", "staged", "fused", "dense")
 ACTIVATIONS = ("auto", "bf16", "nvfp4", "nvfp4_dynamic")
 FP8 = ("stored", "dequantized")
-_LOADING = ("scale_strategy", "activation_format", "prefetch", "fp8")
+_LOADING = ("scale_strategy", "activation_format", "prefetch", "fp8", "warm_up")
 
 
 class NVFP4CSFConfig(QuantizationConfigMixin):
@@ -34,6 +34,8 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
         prefetch: decode the next layer's scales on a side stream while this layer's attention runs. Needs "staged".
         fp8: what becomes of FP8 weights beside NVFP4 ones. "stored": they stay FP8 in memory, and each call dequantizes
             those that it uses. "dequantized": once, while loading, which takes twice the memory and cannot be saved.
+        warm_up: compile the kernels that calls of up to 16,384 tokens launch, side by side, while weights are read.
+            False: each when it is first launched.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
         activation_format: str = "auto",
         prefetch: bool = False,
         fp8: str = "stored",
+        warm_up: bool = True,
     ) -> None:
         for name, value, allowed in (
             ("scale_strategy", scale_strategy, STRATEGIES),
@@ -57,6 +60,7 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
         self.activation_format = activation_format
         self.prefetch = prefetch
         self.fp8 = fp8
+        self.warm_up = warm_up
         self.checkpoint: dict[str, Any] | None = None
 
     @classmethod

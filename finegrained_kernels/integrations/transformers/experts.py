@@ -132,6 +132,18 @@ class NVFP4ExpertsModule(torch.nn.Module):
             if f"{name}_codes" in self._buffers
         }
 
+    def as_described(self, strategy: str) -> Any:
+        """`NVFP4Experts` of the shapes and dtypes that kernels read with ``strategy``, on the meta device."""
+
+        tensors: dict[str, Any] = {"gate_up": local_part(self.gate_up_proj), "down": local_part(self.down_proj)}
+        tensors |= {name: self._buffers[name] for name in GLOBALS if self._buffers.get(name) is not None}
+        for name in ("gate_up", "down"):
+            scales = self.scales(name)
+            if strategy == "staged":
+                scales = torch.empty(tuple(scales.shape), dtype=torch.float8_e4m3fn, device="meta")
+            tensors[f"{name}_scales"] = scales
+        return self.schedule.bundle.NVFP4Experts(**{name: tensor.to("meta") for name, tensor in tensors.items()})
+
     def prepare(self) -> None:
         """Make `experts` of the tensors as they are now."""
         self.schedule.changed()

@@ -121,6 +121,11 @@ class NVFP4Linear(StoredLinear):
         kind = self.schedule.bundle.NVFP4CSFScales
         return kind(**{name: self._buffers[name] for name in kind.__dataclass_fields__})
 
+    def as_pair(self) -> tuple[torch.Tensor, Any]:
+        """Weight and scales, as the bundle's `matmul_2d` and `warm_up` take them."""
+        scales = self.read_scales()
+        return local_part(self.weight), scales[0] if isinstance(scales, torch.Tensor) else scales
+
     def prepare(self) -> None:
         self._ready = None
 

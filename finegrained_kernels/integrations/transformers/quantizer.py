@@ -33,6 +33,7 @@ from finegrained_kernels.integrations.transformers.saving import (
     unusual_forms,
 )
 from finegrained_kernels.integrations.transformers.schedule import Schedule
+from finegrained_kernels.integrations.transformers.warming import WarmUp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,14 +143,19 @@ class NVFP4CSFQuantizer(HfQuantizer):
                 _bring_back(module)
             if hasattr(module, RESERVED):
                 delattr(module, RESERVED)  # last: accelerate brings back all the tensors that it took
+        text = model.config.get_text_config()
+        top_k = getattr(text, "num_experts_per_tok", None) or 8
+        ahead = WarmUp(load() if config.warm_up else None, model.dtype, top_k)
         with TensorReader(self._checkpoint) as reader, torch.device("cpu"):
             for experts in plan.experts:
                 module = model.get_submodule(experts.module)
                 calibrated = self._activations[experts.source] == CALIBRATED
                 load_experts(reader, experts, module, strategy=config.scale_strategy, input_scales=calibrated)
+                ahead.add(module.as_described(config.scale_strategy), module.activation_format, module.device)
             for linear in plan.linears:
                 module, activations = model.get_submodule(linear.module), self._activations[linear.source]
                 load_linear(reader, linear, module, strategy=config.scale_strategy, activations=activations)
+                ahead.add(module.as_pair(), module.activation_format, module.device)
             for fp8 in plan.fp8:
                 module = model.get_submodule(fp8.module)
                 load_fp8(reader, fp8, module)
@@ -158,6 +164,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
             self._kept = {name: read_tensor(reader, name) for name in plan.kept}
         for layer in plan.nvfp4[:1]:
             model.get_submodule(layer.module).schedule.prepare()
+        ahead.finish()
         self._checkpoint = None  # its headers are large, and all that saving needs is in `plan` and `forms`
         return model
 
