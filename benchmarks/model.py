@@ -184,8 +184,11 @@ def prefill(model: torch.nn.Module, length: int) -> Callable[[], torch.Tensor]:
     return call
 
 
-def decode(model: torch.nn.Module, batch: int) -> Callable[[], torch.Tensor]:
-    """A step, the same one every time: all variants may share it, as it leaves the cache as it was."""
+def decode(model: torch.nn.Module, batch: int, forward: Callable | None = None) -> Callable[[], torch.Tensor]:
+    """A step, the same one every time: all variants may share it, as it leaves the cache as it was.
+
+    ``forward`` takes the model's place in it, such as the model compiled.
+    """
     cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 8)
     ids = torch.arange(batch * CONTEXT, device=model.device).view(batch, CONTEXT) * 7 % model.config.vocab_size
     with torch.no_grad():
@@ -199,7 +202,7 @@ def decode(model: torch.nn.Module, batch: int) -> Callable[[], torch.Tensor]:
         with torch.no_grad():
             for count, value in zip(counts, kept, strict=True):
                 count.copy_(value)
-            return model(token, position_ids=position, past_key_values=cache).logits
+            return (forward or model)(token, position_ids=position, past_key_values=cache).logits
 
     return step
 

@@ -120,6 +120,20 @@ def test_whole_model_runs_small(bundle_dir, tmp_path):
         assert int(row["bytes"]) >= int(row["allocated_bytes"]) > int(row["scale_bytes"])
 
 
+def test_dense_model_runs_small(bundle_dir, tmp_path):
+    pytest.importorskip("transformers", reason="needs the extra [transformers]")
+    pytest.importorskip("triton", reason="needs triton, which the benchmarks' roofs are written in")
+    out = tmp_path / "dense_model.csv"
+    run("dense_model.py", bundle_dir, "--tiny", "--out", str(out), "--commit", "abc")
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [(row["case"], row["variant"]) for row in rows] == [
+        (case, variant) for variant in ("bf16", "dense", "fused") for case in ("prefill_16", "decode_1")
+    ]
+    sizes = {row["variant"]: (int(row["scale_bytes"]), int(row["allocated_bytes"])) for row in rows}
+    assert sizes["bf16"][0] == 0 < sizes["fused"][0] < sizes["dense"][0]
+    assert sizes["fused"][1] < sizes["dense"][1] < sizes["bf16"][1]
+
+
 def test_figure_of_the_results(results, bundle_dir, tmp_path):
     pytest.importorskip("matplotlib", reason="needs matplotlib, the `figures` extra")
     run("figures.py", bundle_dir, "--results", str(results.parent), "--out", str(tmp_path))
