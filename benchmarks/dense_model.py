@@ -77,6 +77,7 @@ def quantize_linears(model: torch.nn.Module, schedule: Schedule, device: str, *,
             planes = schedule.bundle.prepare_nvfp4_csf_scales(*wire, num_rows=rows, num_cols=cols)
         linear.set_scales(planes)
         linear.weight_global = torch.tensor([0.005], device=device)
+        linear.prepare()
         model.set_submodule(name, linear)
 
 

@@ -309,6 +309,16 @@ def test_saved_and_loaded_again(replicas, name, form, tmp_path):
         assert torch.equal(logits_of(again), logits_of(model))
 
 
+@pytest.mark.parametrize("form", ["dense", "csf"])
+def test_compiles_in_one_graph(replicas, form):
+    """Before anything was called, too."""
+    model = load(replicas("h_biases_and_tied")[form])
+    torch.compiler.reset()
+    compiled = torch.compile(lambda ids: model(ids).logits, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(IDS).float(), logits_of(model))
+
+
 LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 CALIBRATED = {
     "modelopt": (

@@ -40,7 +40,7 @@ class StoredLinear(torch.nn.Module):
         return self.weight.device
 
     def prepare(self) -> None:
-        """Forget what was derived from the tensors as they were."""
+        """Derive what is derived from the tensors, which have changed."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> StoredLinear:
         """Move, never cast: only the bias has another dtype."""
@@ -127,17 +127,18 @@ class NVFP4Linear(StoredLinear):
         return local_part(self.weight), scales[0] if isinstance(scales, torch.Tensor) else scales
 
     def prepare(self) -> None:
-        self._ready = None
+        """Make ready to run what the tensors are now: once loaded, and after each move."""
+        if self.is_compressed or "dense_scales" in self._buffers:
+            for tensor in (local_part(self.weight), *self.buffers()):
+                torch._dynamo.mark_static_address(tensor, guard=False)  # or a CUDA graph would copy it at every replay
+            self._ready = self._operands()
 
-    def _make_ready(self) -> tuple[torch.Tensor, Any]:
-        weight, scales = local_part(self.weight), self.read_scales()
-        for tensor in (weight, *self.buffers()):
-            torch._dynamo.mark_static_address(tensor, guard=False)  # or a CUDA graph would copy it at every replay
-        self._ready = weight, scales if self.is_compressed else scales[0]
-        return self._ready
+    def _operands(self) -> tuple[torch.Tensor, Any]:
+        scales = self.read_scales()
+        return local_part(self.weight), scales if self.is_compressed else scales[0]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight, scales = self._ready or self._make_ready()
+        weight, scales = self._ready or self._operands()
         bundle = self.schedule.bundle
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.pre_quant_scale is not None:

@@ -119,6 +119,7 @@ def load_linear(
         if by_columns and cut is not None:
             scale = scale.view(cut.size, -1)[cut.rank]
         module.pre_quant_scale = scale.to(device)
+    module.prepare()
 
 
 def load_fp8(reader: TensorReader, plan: FP8Plan, module: FP8Linear) -> None:
