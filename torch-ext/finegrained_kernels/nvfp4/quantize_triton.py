@@ -75,17 +75,17 @@ def quantize_rows_kernel(
             blocks = load_blocks(x_ptrs, in_input, start, K, BLOCK_K, COUNT)
         for i in tl.static_range(COUNT):
             quantize_block(
-                blocks[i], global_scale, packed_ptr, scales_ptr, operand_ptr, rows, in_output, start + i * BLOCK_K,
-                K, BLOCK_R, BLOCK_K,
+                blocks[i], global_scale, packed_ptr, scales_ptr, operand_ptr,
+                rows=rows, mask=in_output, k=start + i * BLOCK_K, K=K, BLOCK_K=BLOCK_K,
             )  # fmt: skip
 
 
 @triton.jit
 def quantize_block(
-    x, global_scale, packed_ptr, scales_ptr, operand_ptr, rows, mask, k,
-    K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, global_scale, packed_ptr, scales_ptr, operand_ptr, rows, mask, k, K: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Columns [k, k + BLOCK_K) of `rows` int64 [BLOCK_R, 1], whose values are `x`: quantized and stored."""
+    BLOCK_R: tl.constexpr = x.shape[0]
     groups = x.to(tl.float32).reshape(BLOCK_R, BLOCK_K // 16, 16)
     amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
     global_scale = global_scale[:, None]
