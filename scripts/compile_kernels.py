@@ -47,9 +47,11 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
     decode = importlib.import_module(f"{bundle.__name__}.csf.decode_triton")
     encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     csf = importlib.import_module(f"{bundle.__name__}.formats").NVFP4_CSF
-    tile_bytes = importlib.import_module(f"{bundle.__name__}.csf.scales").TILE_BYTES
-    decode_pointers = dict.fromkeys(("out_ptr", "bases_ptr", "codes_ptr"), "*u8")
-    decode_pointers |= dict.fromkeys(("exceptions_ptr", "offsets_ptr", "expert_start_ptr"), "*i32")
+    decode_pointers = {
+        "out_ptr": "*u8",
+        "stream": decode.Stream("*u8", "*u8", "*i32", "*i32"),
+        "expert_start_ptr": "*i32",
+    }
     encode_pointers = {"planes_ptr": "*u8", "fixed_ptr": "*u8", "slab_counts_ptr": "*i32"}
     encode_pointers |= {"slab_ends_ptr": "*i32", "words_ptr": "*u32"}
     encode_pointers |= dict.fromkeys(("plane_counts_ptr", "plane_ends_ptr", "host_ends_ptr"), "*i64")
@@ -65,9 +67,9 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
             )  # fmt: skip
             config = {**config}
             warps, _ = config.pop("num_warps"), config.pop("grid")
-            flags = {"SWIZZLED": layout == "swizzled", "ALIGNED": aligned, "ROUTED": bool(routing)}
+            launch = decode.DecodeLaunch(**config, SWIZZLED=layout == "swizzled", ALIGNED=aligned, ROUTED=bool(routing))
             name = f"decode {shape} {layout}{routing}{'' if aligned else ' unaligned'}"
-            constants = plane | config | flags | {"OFFSET_TILE": tile_bytes}
+            constants = {"PLANE": decode.plane_of(rows, cols), "LAUNCH": launch}
             cases.append(codec_case(name, decode.decode_kernel, constants, decode_pointers, warps))
         for name, extent in (("choose", cols), ("scan", rows), ("write", cols)):
             config = getattr(encode, f"{name}_config")(extent)
@@ -90,7 +92,7 @@ def compile_case(case: Case, target: GPUTarget) -> Any:
     """The compiled kernel. Pointers are taken to be 16-byte aligned, but for the output of an unaligned decode."""
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
-    unaligned = {"out_ptr"} if case.constants.get("ALIGNED") is False else set()
+    unaligned = set() if getattr(case.constants.get("LAUNCH"), "ALIGNED", True) else {"out_ptr"}
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     attributes = {}
     for name, kind in case.types.items():

@@ -28,5 +28,5 @@ def test_a_barrier_stands_between_words_and_exceptions(bundle, layout):
     for case in cases:
         kernel = compile_kernels.compile_case(case, compile_kernels.TARGETS["sm_90"])
         order = stores_and_barriers(kernel.asm["ptx"])
-        tiles = 2 if case.constants["ROUTED"] and case.constants["MANY"] else 1
+        tiles = 2 if case.constants["LAUNCH"].ROUTED and case.constants["LAUNCH"].MANY else 1
         assert order.endswith("SBSS") and len(re.findall(r"SBSS(?!S)", order)) == tiles, f"{case.name}: {order}"

@@ -42,15 +42,11 @@ else:
 
     @triton.jit
     def decode_plane(
-        out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, plane, decode_tile: tl.constexpr,
-        NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, BLOCK: tl.constexpr,
-        BLOCK_X: tl.constexpr,
+        out_ptr, stream, plane, decode_tile: tl.constexpr,
+        PLANE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
     ):  # fmt: skip
         """One tile, which is all of a small plane, of a plane that a grid would reach only after 2^31 bytes."""
-        decode_tile(
-            out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, plane, tl.program_id(0), 0,
-            NUM_ROWS, NUM_COLS, OFFSET_TILE, 24, BLOCK, BLOCK_X, True,
-        )  # fmt: skip
+        decode_tile(out_ptr, stream, plane, tl.program_id(0), 0, PLANE, BLOCK, BLOCK_X, True)
 
 
 def decode_case(bundle: ModuleType, geometry: tuple[int, int, int], starts: list[int] | None, swizzled: bool) -> None:
@@ -172,9 +168,9 @@ def far_plane_case(bundle: ModuleType, swizzled: bool) -> None:
     offsets[-2:] = scales.exception_offsets
     bases, codes = far(scales.bases, num_rows), far(scales.codes, num_rows * num_cols // 2)
     decode_plane[(1,)](
-        out, bases, codes, scales.exceptions, offsets, plane,
+        out, tiles.Stream(bases, codes, scales.exceptions, offsets), plane,
         tiles.decode_swizzled_tile if swizzled else tiles.decode_row_tile,
-        NUM_ROWS=num_rows, NUM_COLS=num_cols, OFFSET_TILE=1024, BLOCK=128 if swizzled else 64, BLOCK_X=32,
+        PLANE=tiles.Plane(num_rows, num_cols, num_rows * num_cols, 1024, 24), BLOCK=128 if swizzled else 64, BLOCK_X=32,
     )  # fmt: skip
     assert_same(out[-expected.size :], expected, f"plane {plane} from byte {plane * expected.size}")
 

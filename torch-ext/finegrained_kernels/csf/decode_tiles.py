@@ -11,47 +11,70 @@ stored one by one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..swizzle_triton import swizzled_offset
 
 
+class Stream(NamedTuple):
+    """The tensors of NVFP4CSFScales; in a kernel, pointers to them."""
+
+    bases: Any
+    codes: Any
+    exceptions: Any
+    exception_offsets: Any
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What every plane of a stack has in common."""
+
+    ROWS: int
+    COLS: int
+    BYTES: int
+    """Of the plane, decoded."""
+    OFFSET_TILE: int
+    """Positions between two entries of the exceptions' offsets."""
+    POSITION_BITS: int
+
+
 @triton.jit
-def plane_exceptions(offsets_ptr, plane, first, last, PLANE_BYTES: tl.constexpr, OFFSET_TILE: tl.constexpr):
+def plane_exceptions(offsets_ptr, plane, first, last, PLANE: tl.constexpr):
     """Where the exceptions of positions `[first, last)` of a plane lie, give or take those of an offset tile."""
-    offsets_ptr += plane * ((PLANE_BYTES + OFFSET_TILE - 1) // OFFSET_TILE)
-    begin = tl.load(offsets_ptr + first // OFFSET_TILE)
-    end = tl.load(offsets_ptr + (last + OFFSET_TILE - 1) // OFFSET_TILE)
+    offsets_ptr += plane * ((PLANE.BYTES + PLANE.OFFSET_TILE - 1) // PLANE.OFFSET_TILE)
+    begin = tl.load(offsets_ptr + first // PLANE.OFFSET_TILE)
+    end = tl.load(offsets_ptr + (last + PLANE.OFFSET_TILE - 1) // PLANE.OFFSET_TILE)
     return begin, end
 
 
 @triton.jit
-def store_exceptions(
-    out_ptr, words, mask, first, last, NUM_COLS: tl.constexpr, POSITION_BITS: tl.constexpr, SWIZZLED: tl.constexpr
-):
+def store_exceptions(out_ptr, words, mask, first, last, PLANE: tl.constexpr, SWIZZLED: tl.constexpr):
     """Store the exceptions whose position is in `[first, last)` of the plane at `out_ptr`."""
-    position = words & ((1 << POSITION_BITS) - 1)
+    position = words & ((1 << PLANE.POSITION_BITS) - 1)
     mask = mask & (position >= first) & (position < last)
     if SWIZZLED:
-        COL_TILES: tl.constexpr = (NUM_COLS + 3) // 4
-        position = swizzled_offset(position // NUM_COLS, position % NUM_COLS, COL_TILES, UNIT=1)
-    tl.store(out_ptr + position, (words >> POSITION_BITS).to(tl.uint8), mask=mask, cache_modifier=".cg")
+        COL_TILES: tl.constexpr = (PLANE.COLS + 3) // 4
+        position = swizzled_offset(position // PLANE.COLS, position % PLANE.COLS, COL_TILES, UNIT=1)
+    tl.store(out_ptr + position, (words >> PLANE.POSITION_BITS).to(tl.uint8), mask=mask, cache_modifier=".cg")
 
 
 @triton.jit
 def finish_with_exceptions(
     out_ptr, exceptions_ptr, words, x_begin, x_end, first, last,
-    NUM_COLS: tl.constexpr, POSITION_BITS: tl.constexpr, BLOCK_X: tl.constexpr, SWIZZLED: tl.constexpr,
+    PLANE: tl.constexpr, BLOCK_X: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """Once all of the tile is stored, store its exceptions over it: `words`, loaded before, and any that are left."""
     tl.debug_barrier()
     offs_x = x_begin + tl.arange(0, BLOCK_X)
-    store_exceptions(out_ptr, words, offs_x < x_end, first, last, NUM_COLS, POSITION_BITS, SWIZZLED)
+    store_exceptions(out_ptr, words, offs_x < x_end, first, last, PLANE, SWIZZLED)
     for i_x in range(x_begin + BLOCK_X, x_end, BLOCK_X):
         offs_x = i_x + tl.arange(0, BLOCK_X)
         words = tl.load(exceptions_ptr + offs_x, mask=offs_x < x_end, other=0)
-        store_exceptions(out_ptr, words, offs_x < x_end, first, last, NUM_COLS, POSITION_BITS, SWIZZLED)
+        store_exceptions(out_ptr, words, offs_x < x_end, first, last, PLANE, SWIZZLED)
 
 
 @triton.jit
@@ -82,21 +105,22 @@ def row_words(bases_ptr, codes_ptr, offs, mask, NUM_COLS: tl.constexpr):
 
 @triton.jit
 def decode_row_tile(
-    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, plane, i_tile, shift,
-    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, ALIGNED: tl.constexpr,
+    out_ptr, stream, plane, i_tile, shift,
+    PLANE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Decode `BLOCK` words of 8 bytes of a row-major plane, from byte `i_tile * 8 * BLOCK`."""
-    PLANE_BYTES: tl.constexpr = NUM_ROWS * NUM_COLS
+    NUM_ROWS: tl.constexpr = PLANE.ROWS
+    NUM_COLS: tl.constexpr = PLANE.COLS
+    PLANE_BYTES: tl.constexpr = PLANE.BYTES
     plane = plane.to(tl.int64)
     out_ptr += plane * PLANE_BYTES
-    bases_ptr += plane * NUM_ROWS
-    codes_ptr += plane * (PLANE_BYTES // 2)
+    bases_ptr = stream.bases + plane * NUM_ROWS
+    codes_ptr = stream.codes + plane * (PLANE_BYTES // 2)
     first = i_tile * (8 * BLOCK)
     last = min(first + 8 * BLOCK, PLANE_BYTES)
-    x_begin, x_end = plane_exceptions(offsets_ptr, plane, first, last, PLANE_BYTES, OFFSET_TILE)
+    x_begin, x_end = plane_exceptions(stream.exception_offsets, plane, first, last, PLANE)
     offs_x = x_begin + tl.arange(0, BLOCK_X)
-    words = tl.load(exceptions_ptr + offs_x, mask=offs_x < x_end, other=0)
+    words = tl.load(stream.exceptions + offs_x, mask=offs_x < x_end, other=0)
 
     offs = i_tile * BLOCK + tl.arange(0, BLOCK)
     mask = offs < PLANE_BYTES // 8
@@ -115,7 +139,7 @@ def decode_row_tile(
         tl.store(out_ptr + offs_b, (value >> (offs_b % 8 * 8).to(tl.uint64)).to(tl.uint8))
 
     finish_with_exceptions(
-        out_ptr, exceptions_ptr, words, x_begin, x_end, first, last, NUM_COLS, POSITION_BITS, BLOCK_X, SWIZZLED=False
+        out_ptr, stream.exceptions, words, x_begin, x_end, first, last, PLANE, BLOCK_X, SWIZZLED=False
     )  # fmt: skip
 
 
@@ -180,9 +204,8 @@ def add_bases(upper, lower, bases, col_tile, NUM_COLS: tl.constexpr):
 
 @triton.jit
 def decode_swizzled_tile(
-    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, plane, i_tile, shift,
-    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, ALIGNED: tl.constexpr,
+    out_ptr, stream, plane, i_tile, shift,
+    PLANE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Decode rows `[128 * i_tile, ...)` of a plane to `[ceil(C / 4), 32, 16]`.
 
@@ -190,7 +213,9 @@ def decode_swizzled_tile(
     tiles. A word is of two rows, 32 apart. Neighbouring words are of rows far apart, whose codes are loaded for a group
     of column tiles at once.
     """
-    PLANE_BYTES: tl.constexpr = NUM_ROWS * NUM_COLS
+    NUM_ROWS: tl.constexpr = PLANE.ROWS
+    NUM_COLS: tl.constexpr = PLANE.COLS
+    PLANE_BYTES: tl.constexpr = PLANE.BYTES
     ROW_TILES: tl.constexpr = (NUM_ROWS + 127) // 128
     COL_TILES: tl.constexpr = (NUM_COLS + 3) // 4
     PARTS: tl.constexpr = 2 if NUM_COLS % 32 == 0 else 1
@@ -198,13 +223,13 @@ def decode_swizzled_tile(
     GROUPS: tl.constexpr = COL_TILES // (PARTS * WIDTH)
     plane = plane.to(tl.int64)
     out_ptr += plane * (ROW_TILES * COL_TILES * 512)
-    bases_ptr += plane * NUM_ROWS + i_tile * 128
-    codes_ptr += plane * (PLANE_BYTES // 2) + i_tile * (64 * NUM_COLS)
+    bases_ptr = stream.bases + plane * NUM_ROWS + i_tile * 128
+    codes_ptr = stream.codes + plane * (PLANE_BYTES // 2) + i_tile * (64 * NUM_COLS)
     first = i_tile * (128 * NUM_COLS)
     last = min(first + 128 * NUM_COLS, PLANE_BYTES)
-    x_begin, x_end = plane_exceptions(offsets_ptr, plane, first, last, PLANE_BYTES, OFFSET_TILE)
+    x_begin, x_end = plane_exceptions(stream.exception_offsets, plane, first, last, PLANE)
     offs_x = x_begin + tl.arange(0, BLOCK_X)
-    words = tl.load(exceptions_ptr + offs_x, mask=offs_x < x_end, other=0)
+    words = tl.load(stream.exceptions + offs_x, mask=offs_x < x_end, other=0)
 
     tile_ptr = out_ptr + i_tile * (COL_TILES * 512)
     words_ptr = (tile_ptr - shift).to(tl.pointer_type(tl.uint64))
@@ -259,5 +284,5 @@ def decode_swizzled_tile(
         tl.store(tile_ptr + offs, (value >> (offs % 8 * 8).to(tl.uint64)).to(tl.uint8))
 
     finish_with_exceptions(
-        out_ptr, exceptions_ptr, words, x_begin, x_end, first, last, NUM_COLS, POSITION_BITS, BLOCK_X, SWIZZLED=True
+        out_ptr, stream.exceptions, words, x_begin, x_end, first, last, PLANE, BLOCK_X, SWIZZLED=True
     )  # fmt: skip

@@ -9,6 +9,7 @@ tiles, so inactive planes cost nothing, not even an empty program.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,25 +19,45 @@ from ..device import cdiv, next_power_of_2, num_sms
 from ..formats import NVFP4_CSF
 from ..launching import BoundKernel, bind
 from ..swizzle import swizzled_shape
-from .decode_tiles import decode_row_tile, decode_swizzled_tile
+from .decode_tiles import Plane, Stream, decode_row_tile, decode_swizzled_tile
 from .scales import TILE_BYTES
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """What `decode_kernel` is compiled for, but the planes.
+
+    A plane has TILES tiles of BLOCK words. With MANY not zero, tiles are MANY_BLOCK words, MANY_TILES of them, where so
+    many of the first BLOCK_E experts or more have rows. BLOCK_X exceptions are stored at a time.
+    """
+
+    TILES: int
+    BLOCK: int
+    MANY: int
+    MANY_TILES: int
+    MANY_BLOCK: int
+    BLOCK_X: int
+    BLOCK_E: int
+    SWIZZLED: bool
+    ALIGNED: bool
+    """Whether the output begins at a multiple of 8 bytes."""
+    ROUTED: bool
 
 
 @triton.jit
 def decode_items(
-    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
-    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr, ALIGNED: tl.constexpr, decode_tile: tl.constexpr,
+    out_ptr, stream, expert, rank, found, item, shift,
+    PLANE: tl.constexpr, LAUNCH: tl.constexpr, ARE_MANY: tl.constexpr,
 ):  # fmt: skip
     """Decode the program's items from `item`, of plane `found - 1`, as long as their plane's expert is among `expert`.
 
     Returns the first item that is not, and zero.
     """
+    TILES: tl.constexpr = LAUNCH.MANY_TILES if ARE_MANY else LAUNCH.TILES
+    BLOCK: tl.constexpr = LAUNCH.MANY_BLOCK if ARE_MANY else LAUNCH.BLOCK
+    decode_tile: tl.constexpr = decode_swizzled_tile if LAUNCH.SWIZZLED else decode_row_tile
     while found > 0:
-        decode_tile(
-            out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, found - 1, item % TILES, shift,
-            NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, BLOCK, BLOCK_X, ALIGNED,
-        )  # fmt: skip
+        decode_tile(out_ptr, stream, found - 1, item % TILES, shift, PLANE, BLOCK, LAUNCH.BLOCK_X, LAUNCH.ALIGNED)
         item += tl.num_programs(0)
         found = tl.sum(tl.where(rank == item // TILES, expert + 1, 0))
     return item, found
@@ -44,58 +65,43 @@ def decode_items(
 
 @triton.jit(do_not_specialize=["num_planes", "shift"])
 def decode_kernel(
-    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert_start_ptr, num_planes, shift,
-    NUM_ROWS: tl.constexpr, NUM_COLS: tl.constexpr, OFFSET_TILE: tl.constexpr, POSITION_BITS: tl.constexpr,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, MANY: tl.constexpr, MANY_TILES: tl.constexpr, MANY_BLOCK: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_E: tl.constexpr,
-    SWIZZLED: tl.constexpr, ALIGNED: tl.constexpr, ROUTED: tl.constexpr,
+    out_ptr, stream, expert_start_ptr, num_planes, shift, PLANE: tl.constexpr, LAUNCH: tl.constexpr
 ):  # fmt: skip
-    """Decode every plane, one tile a program, or if `ROUTED` the planes of experts that have rows.
-
-    With `MANY` not zero, in tiles of `MANY_BLOCK` where so many of the first `BLOCK_E` experts or more have rows.
-    """
-    if SWIZZLED:
-        decode_tile: tl.constexpr = decode_swizzled_tile
-    else:
-        decode_tile: tl.constexpr = decode_row_tile
+    """Decode every plane, one tile a program, or if `LAUNCH.ROUTED` the planes of experts that have rows."""
     item = tl.program_id(0)
-    if ROUTED:
+    if LAUNCH.ROUTED:
         num_seen = 0  # active experts in the blocks before this one
         are_many = False
-        for first_expert in range(0, num_planes, BLOCK_E):
-            expert = first_expert + tl.arange(0, BLOCK_E)
+        for first_expert in range(0, num_planes, LAUNCH.BLOCK_E):
+            expert = first_expert + tl.arange(0, LAUNCH.BLOCK_E)
             mask = expert < num_planes
             begin = tl.load(expert_start_ptr + expert, mask=mask, other=0)
             end = tl.load(expert_start_ptr + expert + 1, mask=mask, other=0)
             active = (end > begin).to(tl.int32)
             rank = tl.where(active > 0, num_seen + tl.cumsum(active) - 1, -1)
             # The plane of the item's active expert, plus one; zero when it is not in this block.
-            found = tl.where(rank == item // TILES, expert + 1, 0)
-            if MANY > 0:
+            found = tl.where(rank == item // LAUNCH.TILES, expert + 1, 0)
+            if LAUNCH.MANY > 0:
                 # Both in one sum, as a sum takes longer than few planes' tiles do.
-                found = tl.sum(found | tl.where(rank == MANY - 1, 1 << 30, 0))
+                found = tl.sum(found | tl.where(rank == LAUNCH.MANY - 1, 1 << 30, 0))
                 are_many = are_many | ((first_expert == 0) & (found >= 1 << 30))
                 found = found & ((1 << 30) - 1)
             else:
                 found = tl.sum(found)
             if are_many:
-                found = tl.sum(tl.where(rank == item // MANY_TILES, expert + 1, 0))
+                found = tl.sum(tl.where(rank == item // LAUNCH.MANY_TILES, expert + 1, 0))
                 item, found = decode_items(
-                    out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
-                    NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, MANY_TILES, MANY_BLOCK, BLOCK_X, ALIGNED,
-                    decode_tile,
-                )  # fmt: skip
+                    out_ptr, stream, expert, rank, found, item, shift, PLANE, LAUNCH, ARE_MANY=True
+                )
             # Nothing is left for it where many were found; as an `else` it would cost registers.
-            item, found = decode_items(
-                out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, expert, rank, found, item, shift,
-                NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, TILES, BLOCK, BLOCK_X, ALIGNED, decode_tile,
-            )  # fmt: skip
-            if first_expert + BLOCK_E < num_planes:
+            item, found = decode_items(out_ptr, stream, expert, rank, found, item, shift, PLANE, LAUNCH, ARE_MANY=False)
+            if first_expert + LAUNCH.BLOCK_E < num_planes:
                 num_seen = tl.maximum(num_seen, tl.max(rank) + 1)
     else:
+        decode_tile: tl.constexpr = decode_swizzled_tile if LAUNCH.SWIZZLED else decode_row_tile
         decode_tile(
-            out_ptr, bases_ptr, codes_ptr, exceptions_ptr, offsets_ptr, item // TILES, item % TILES, shift,
-            NUM_ROWS, NUM_COLS, OFFSET_TILE, POSITION_BITS, BLOCK, BLOCK_X, ALIGNED,
+            out_ptr, stream, item // LAUNCH.TILES, item % LAUNCH.TILES, shift,
+            PLANE, LAUNCH.BLOCK, LAUNCH.BLOCK_X, LAUNCH.ALIGNED,
         )  # fmt: skip
 
 
@@ -152,14 +158,14 @@ def decode_launch(
         num_sms(device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled, max_active=max_active
     )
     config = {**config, **overrides}
-    grid = (config.pop("grid"),)
-    kernel = bind(
-        decode_kernel,
-        NUM_ROWS=num_rows, NUM_COLS=num_cols, OFFSET_TILE=TILE_BYTES, POSITION_BITS=NVFP4_CSF.position_bits,
-        SWIZZLED=swizzled, ALIGNED=aligned, ROUTED=routed,
-        **config,
-    )  # fmt: skip
-    return grid, kernel
+    grid, num_warps = (config.pop("grid"),), config.pop("num_warps")
+    launch = DecodeLaunch(**config, SWIZZLED=swizzled, ALIGNED=aligned, ROUTED=routed)
+    return grid, bind(decode_kernel, PLANE=plane_of(num_rows, num_cols), LAUNCH=launch, num_warps=num_warps)
+
+
+def plane_of(num_rows: int, num_cols: int) -> Plane:
+    """Planes of these rows and columns, for the kernels."""
+    return Plane(num_rows, num_cols, num_rows * num_cols, TILE_BYTES, NVFP4_CSF.position_bits)
 
 
 def launch_decode(
@@ -186,4 +192,4 @@ def launch_decode(
     )  # fmt: skip
     if expert_start is None:
         expert_start = exception_offsets  # not read
-    kernel(grid, out, bases, codes, exceptions, exception_offsets, expert_start, num_planes, shift)
+    kernel(grid, out, Stream(bases, codes, exceptions, exception_offsets), expert_start, num_planes, shift)
