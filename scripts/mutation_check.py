@@ -41,7 +41,26 @@ KERNELS = "torch-ext/finegrained_kernels/gemm/kernels"
 CODEC = ("tests/codec/test_csf_codec.py",)
 INTERPRETED = ("tests/codec/test_csf_interpreted.py",)
 
+PLANS = "torch-ext/finegrained_kernels/plans.py"
+PLANNED = ("tests/bundle/test_plans.py",)
+
 FAULTS = [
+    Fault(
+        "a plan for other strides",
+        PLANS,
+        "        all(map(_is_contiguous, tensors)) or tuple(map(_strides_of, tensors)),\n",
+        "",
+        PLANNED,
+    ),
+    Fault(
+        "a plan for other alignments",
+        PLANS,
+        "is_aligned or tuple([address & 15 for address in addresses]),",
+        "",
+        PLANNED,
+    ),
+    Fault("a plan for arguments of other types", PLANS, "function, kinds, others,", "function, others,", PLANNED),
+    Fault("a plan that writes to what it reads", PLANS, " or not plan.is_apart(addresses)", "", PLANNED),
     Fault(
         "wrong nibble order (CPU)",
         f"{CSF}/decode.py",

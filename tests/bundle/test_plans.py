@@ -203,3 +203,45 @@ def test_randomized_calls_of_eight_threads(bundle, gpu, monkeypatch):
     assert not wrong, [(calls[i], *pair) for i, pair in wrong.items()][:1]
     assert len(found) == 2 * len(calls)
     assert sum(map(callable, gpu.plans._plans.values())) > 60
+
+
+def test_memory_that_is_read_is_refused_at_any_call(bundle, gpu):
+    """Whether the workspace is memory of its own is seen in addresses, which no plan is chosen by."""
+    scales = Arguments(bundle, seed=0).compressed[2 * I]
+    size = bundle.csf_workspace_size(scales)
+    memory = torch.zeros(size + 64, dtype=torch.uint8)
+    apart, inside = torch.arange(E + 1, dtype=torch.int32), memory[64 : 64 + 4 * (E + 1)].view(torch.int32)
+    for _ in range(4):
+        bundle.decompress_nvfp4_csf_scales(scales, workspace=memory[:size], expert_start=apart)
+    assert list(map(callable, gpu.plans._plans.values())) == [True]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="workspace must be memory of its own, got bytes of expert_start"):
+            bundle.decompress_nvfp4_csf_scales(scales, workspace=memory[:size], expert_start=inside)
+
+
+def test_who_watches_sees_every_launch(bundle, gpu, monkeypatch):
+    import triton
+
+    scales = Arguments(bundle, seed=0).compressed[2 * I]
+    workspace = torch.zeros(bundle.csf_workspace_size(scales), dtype=torch.uint8)
+    for _ in range(3):
+        bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace)
+    ordinary = len(gpu.ordinary)
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace)
+    assert len(gpu.ordinary) == ordinary + 1
+
+
+def test_three_launches_up_to_four_tokens(bundle, gpu):
+    arguments = Arguments(bundle, seed=0)
+    weights = arguments.weights[2 * I][0], arguments.weights[H][0]
+    for scales in (arguments.scales, arguments.compressed):
+        experts = bundle.NVFP4Experts(*weights, scales[2 * I], scales[H], torch.rand(E), torch.rand(E))
+        for tokens in (1, 2, 3, 4):
+            index = torch.randint(0, E, (tokens, TOP_K))
+            call = (experts, torch.randn(tokens, H).bfloat16(), index, torch.rand(tokens, TOP_K))
+            for _ in range(3):
+                gpu.direct.clear(), gpu.ordinary.clear()
+                bundle.moe_forward(*call, activation_format="bf16")
+            assert gpu.direct == ["nvfp4_gemm_kernel", "nvfp4_gemm_kernel", "weighted_reduce_kernel"]
+            assert not gpu.ordinary

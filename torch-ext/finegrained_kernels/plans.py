@@ -39,6 +39,7 @@ _tensors_of = operator.attrgetter("bases", "codes", "exceptions", "exception_off
 _facts_of = operator.attrgetter("dtype", "shape")
 _address_of, _strides_of, _device_of = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.get_device
 _is_contiguous = torch.Tensor.is_contiguous
+_is_compiling, _num_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
 _is_planned = operator.attrgetter("is_cuda")
 
 _SEEN, _NEVER = "seen once", "not to be replayed"
@@ -50,14 +51,14 @@ def planned(function: Callable, arguments: tuple, described: tuple | None = None
 
     `described`: tensors, compressed scales and plain values that `arguments` consist of; None: they are such.
     """
-    if torch.compiler.is_compiling() or current_recorder() is not None:
+    if _is_compiling() or current_recorder() is not None:
         return function(*arguments)
     if described is None:
         described = arguments
     kinds = tuple(map(type, described))
     split = _splitters.get(kinds) or _splitter(kinds)
     tensors, others = split(described)
-    if not tensors or not _is_planned(tensors[0]) or torch._C._len_torch_dispatch_stack():
+    if not tensors or not _is_planned(tensors[0]) or _num_modes():
         return function(*arguments)
     addresses = list(map(_address_of, tensors))
     is_aligned = not functools.reduce(operator.or_, addresses) & 15

@@ -144,9 +144,12 @@ class Plan:
         if device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(tensors, pool)
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made] if self.made else []
-        pool.extend(map(torch.Tensor.data_ptr, made))
-        block = torch.empty(self.block_bytes, dtype=torch.uint8, device=device) if self.block_bytes else None
+        made, block = [], None
+        if self.made:
+            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made]
+            pool.extend(map(torch.Tensor.data_ptr, made))
+        if self.block_bytes:
+            block = torch.empty(self.block_bytes, dtype=torch.uint8, device=device)
         pool.append(0 if block is None else block.data_ptr())
         pool.extend(self.constants)
         for step in self.steps:
