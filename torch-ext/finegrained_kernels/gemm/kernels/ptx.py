@@ -1,7 +1,7 @@
 """Instructions that Gluon has no word for: one wrapper each, with the types it takes and gives.
 
 The functions that return text are PTX as compilers get it: `$0` and on are results, then operands. Every wrapper has a
-test of its own on a GPU, and every text one without, which runs it on numpy (tests/gemm/test_ptx.py).
+test of its own, which needs a GPU (tests/gemm/test_ptx.py).
 
 An instruction that is needed for its effect gives an int32 that nobody reads, since Gluon wants a result.
 """
