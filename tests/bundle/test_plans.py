@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import itertools
 import random
 import re
 import threading
@@ -245,3 +247,22 @@ def test_three_launches_up_to_four_tokens(bundle, gpu):
                 bundle.moe_forward(*call, activation_format="bf16")
             assert gpu.direct == ["nvfp4_gemm_kernel", "nvfp4_gemm_kernel", "weighted_reduce_kernel"]
             assert not gpu.ordinary
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compressed", [False, True])
+def test_replayed_calls_have_the_same_bits_on_a_gpu(bundle, monkeypatch, compressed):
+    arguments = Arguments(bundle, seed=0)
+    scales = arguments.compressed if compressed else arguments.scales
+    weights = (arguments.weights[2 * I][0].cuda(), arguments.weights[H][0].cuda())
+    planes = (scales[2 * I].to("cuda"), scales[H].to("cuda"))
+    experts = bundle.NVFP4Experts(*weights, *planes, torch.rand(E).cuda(), torch.rand(E).cuda())
+    plans = importlib.import_module(f"{bundle.__name__}.plans")
+    for tokens, activation_format in itertools.product((1, 4, 40, 300), ("bf16", None)):
+        index = torch.randint(-1, E, (tokens, TOP_K), device="cuda")
+        call = (experts, torch.randn(tokens, H).bfloat16().cuda(), index, torch.rand(tokens, TOP_K).cuda())
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "_is_planned", lambda tensor: False)
+            expected = bundle.moe_forward(*call, activation_format=activation_format)
+        for _ in range(4):
+            assert torch.equal(bundle.moe_forward(*call, activation_format=activation_format), expected)
