@@ -52,7 +52,7 @@ def doctor() -> None:
             mark = f"[{STYLES[finding.state]}]{finding.state}"
             table.add_row(mark, finding.name, finding.found + (f"\n-> {finding.advice}" if finding.advice else ""))
     console.print(table)
-    console.print("Nothing stands in the way." if not faults else f"Faults: {faults}. What to do stands below each.")
+    console.print("Nothing stands in the way." if not faults else f"Faults: {faults}. What to do is below each.")
     raise typer.Exit(faults > 0)
 
 

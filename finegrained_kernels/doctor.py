@@ -7,10 +7,11 @@ import functools
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -23,7 +24,8 @@ import finegrained_kernels
 
 HUB_SECONDS = 5.0
 PAIRS = {"5.17": "0.16", "5.20": "0.17", "5.21": "0.17", "5.22": "0.17"}
-"""Which kernels each transformers works with: it ignores any other, and loads no kernels at all."""
+"""Which kernels each transformers works with: it ignores any other, and fetches none from the hub itself. Of later ones
+than these, the kernels that they ask for may not be released: then nothing here is at fault."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +114,20 @@ def _transformers() -> Finding:
 
     if not is_kernels_available():
         wanted = PAIRS.get(".".join(number.split(".")[:2]))
-        advice = f"it works with kernels {wanted}: pip install 'kernels=={wanted}.*'" if wanted else "install the other"
-        return Finding("transformers", "fault", f"{found}, which transformers does not take", advice)
+        if wanted is None:
+            advice = f"models load all the same; what transformers itself fetches needs {_asked_for()}"
+            return Finding("transformers", "note", found, advice)
+        advice = f"it works with kernels {wanted}: pip install 'kernels=={wanted}.*'"
+        return Finding("transformers", "fault", f"{found}, which transformers does not accept", advice)
     if installed("accelerate") is None:
         return Finding("transformers", "note", found, "device_map needs it: pip install accelerate")
     return Finding("transformers", "ok", found)
+
+
+def _asked_for() -> str:
+    """Which kernels the installed transformers declares."""
+    declared = (text.partition(";")[0].strip() for text in requires("transformers") or ())
+    return next((text for text in declared if re.match(r"kernels\b(?!-)", text)), "another version of kernels")
 
 
 def _hub() -> Finding:
@@ -152,7 +163,9 @@ def _bundle() -> Iterator[Finding]:
     try:
         bundle = finegrained_kernels.load()
     except Exception as error:  # whatever a bundle that is broken raises
-        first, *_, advice = str(error).splitlines() or [type(error).__name__]
+        first, *more = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        whence = "what LOCAL_KERNELS names" if finegrained_kernels.loader.is_overridden() else "finegrained-kernels"
+        advice = more[-1].strip() if more else f"build or install {whence} again"
         yield Finding("bundle", "fault", first, advice)
         return
     module = Path(str(bundle.__file__))

@@ -27,9 +27,9 @@ from finegrained_kernels.checkpoint.verification import bytes_to_check
 Source = Annotated[Path, typer.Argument(help="Directory to read. It is never changed.")]
 Destination = Annotated[Path, typer.Argument(help="New or empty directory, or the one that an earlier run began.")]
 Jobs = Annotated[int, typer.Option(help="Shards at a time.")]
-Device = Annotated[str, typer.Option(help="Where scales are worked on, as cpu or cuda.")]
+Device = Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:1.")]
 Include = Annotated[list[str] | None, typer.Option(help="Only tensors whose name matches this pattern; repeatable.")]
-Exclude = Annotated[list[str] | None, typer.Option(help="Not these; repeatable.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="No tensors whose name matches this pattern; repeatable.")]
 
 
 class Layout(StrEnum):
@@ -64,7 +64,9 @@ def compress(
     ] = Layout.HF,
     include: Include = None,
     exclude: Exclude = None,
-    family: Annotated[str | None, typer.Option(help="The container's name for the kind of model.")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="Model family in the container; else config.json's model_type.")
+    ] = None,
     jobs: Jobs = DEFAULT_JOBS,
     device: Device = "cpu",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report sizes from headers alone; write nothing.")] = False,
@@ -126,7 +128,7 @@ def verify(
     digests = "digests match" if report.has_digests else "no digests to compare with"
     compared = ", equal to the source" if report.compared else ""
     typer.echo(f"{_count(len(faults), 'fault')} in {counts}" if faults else f"{counts}: {digests}{compared}")
-    if not report.planes:
+    if not report.planes and not faults:
         typer.echo("not compressed: there is nothing here that compress made", err=True)
     raise typer.Exit(bool(faults) or not report.planes)
 
@@ -143,7 +145,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     layers: Annotated[bool, typer.Option("--layers", help="List every layer by itself.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw it to this file (needs matplotlib).")] = None,
-    revision: Annotated[str | None, typer.Option(help="Of the hub repository.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, of a hub id.")] = None,
 ) -> None:
     """Describe a checkpoint's scales, from headers alone."""
     with _errors():
@@ -164,7 +166,7 @@ def quantize(
     include: Include = None,
     exclude: Exclude = None,
     scales: Annotated[
-        ScaleRule, typer.Option(help="amax: the plain rule; mse: of least squared error.")
+        ScaleRule, typer.Option(help="amax: from the largest of 16 weights; mse: of least squared error.")
     ] = ScaleRule.AMAX,
     input_scale: Annotated[float | None, typer.Option(help="Write this input_scale beside every weight.")] = None,
     jobs: Jobs = DEFAULT_JOBS,
@@ -188,9 +190,9 @@ def quantize(
 
 def push(
     checkpoint: Source,
-    repo_id: Annotated[str, typer.Argument(help="Model repository, as org/name; made if need be.")],
+    repo_id: Annotated[str, typer.Argument(help="Model repository, as org/name; created if it is missing.")],
     revision: Annotated[str | None, typer.Option(help="Branch to push to.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="If the repository is made.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make it private, if it is created.")] = False,
 ) -> None:
     """Upload a compressed checkpoint to the hub."""
     with _errors():
@@ -267,7 +269,7 @@ def _print_report(report: InspectReport, layers: bool) -> None:
         console.print(f"KV cache: {printable(report.kv_cache)}")
     console.print(f"tensor-parallel sizes that work: {', '.join(map(str, report.tp_sizes)) or 'none'}")
     fits = ", ".join(f"{counts['stored']} x {gib} GiB" for gib, counts in report.fits.items())
-    console.print(f"fits in {USABLE:.0%} of: {fits}")
+    console.print(f"GPUs that hold it, with {USABLE:.0%} of their memory: {fits}")
     for fault in report.faults:
         console.print(f"fault: {fault}", style="red")
 

@@ -62,6 +62,15 @@ def test_a_transformers_that_takes_no_kernels_of_this_version(monkeypatch):
     assert finding.state == "fault" and "pip install 'kernels==0.16.*'" in finding.advice
 
 
+def test_a_transformers_that_asks_for_kernels_that_nobody_has(monkeypatch):
+    utils = pytest.importorskip("transformers.utils", reason="needs transformers")
+    monkeypatch.setattr(utils, "is_kernels_available", lambda: False)
+    monkeypatch.setattr(doctor, "version", lambda package: {"transformers": "5.24.0"}.get(package, "0.17.2"))
+    monkeypatch.setattr(doctor, "requires", lambda _: ["kernels-data>=1", 'kernels<0.19,>=0.18.2; extra == "kernels"'])
+    finding = found("transformers")
+    assert finding.state == "note" and finding.advice.endswith("needs kernels<0.19,>=0.18.2")
+
+
 def test_without_triton(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert found("triton").state == ("fault" if torch.cuda.is_available() else "note")
@@ -89,6 +98,17 @@ def test_a_bundle_that_does_not_load(monkeypatch):
 
     monkeypatch.setattr(finegrained_kernels, "load", refuse)
     assert (found("bundle").state, found("bundle").advice) == ("fault", "Connect to the hub")
+
+
+@pytest.mark.parametrize("message", ["", "one line", "Cannot find a build variant for this system in /empty:\n\n"])
+def test_a_bundle_that_does_not_load_and_says_little(monkeypatch, message):
+    def refuse():
+        raise FileNotFoundError(message)
+
+    monkeypatch.setattr(finegrained_kernels, "load", refuse)
+    finding = found("bundle")
+    assert finding.found == (message.strip() or "FileNotFoundError")
+    assert "what LOCAL_KERNELS names" in finding.advice
 
 
 @pytest.mark.parametrize("name", ["decompress_nvfp4_csf_scales", "matmul_2d"])
