@@ -39,12 +39,12 @@ TIMELINE_TOKENS = 8192
 SUMMARY_TOKENS = (1, 16, 256, 4096, 32_768)
 LAYER_FIGURE = (
     "Time and memory of a layer by strategy, over tokens",
-    "Fused, GEMMs read compressed scales: the time of dense ones, in little more than half of their memory. "
-    "Staged, they are decoded first, which costs most where few tokens meet many weights.",
+    "Fused: GEMMs read compressed scales, in the time of dense ones and little more than half of their memory. "
+    "Staged: they are decoded first, which costs most where few tokens meet many weights.",
 )
 PEERS_FIGURE = (
     "Times of one weight's product over ours, of the faster peer and of torch's bf16, over tokens",
-    "Above the line, ours is faster. With many tokens torch multiplies bf16 weights, four times the memory, faster.",
+    "Above the line, ours is faster. With many tokens torch in bf16 is, on weights of almost four times the memory.",
 )
 PEER_TOKENS = (1, 16, 64, 512, 1024, 4096)
 STACK_HEADER = "planes, rows, columns | exceptions | warm, us | of the roof | cold, us | of the roof | swizzled, warm"
@@ -97,7 +97,7 @@ def sizes() -> str:
     text = f"""Compressed, the scales of a trained model (all-MiniLM-L6-v2) take {percent(share, 1)} of their bytes;
         {percent(rate, 2)} of them are exceptions, which are stored apart. The scales of one layer of
         {STACKS["qwen_gate"][0]} experts take {dense / 1e6:.0f} MB as they are, {stored:.0f} MB compressed in a file and
-        {resident:.0f} MB compressed in memory, with as many exceptions as the next table has."""
+        {resident:.0f} MB compressed in memory, at the rates of exceptions in the next table."""
     drawn = image(
         "stored_scales",
         "Bytes of stored scales, dense and compressed, and over the rate of exceptions",
@@ -155,7 +155,7 @@ def encoding() -> str:
     decode, encode = (cpu.one(variant=name, condition="warm") for name in ("full", "compress"))
     return "### Compressing\n\n" + paragraph(
         f"""Compressing {sum(map(dense_bytes, LAYER)) / 1e6:.0f} MB of scales, {len(LAYER)} stacks, takes the GPU
-        {compress:.0f} us. The calls take {wall:.0f} us by the clock, since each waits for its number of exceptions;
+        {compress:.0f} us. The calls take {wall:.0f} us of wall time, since each waits for its number of exceptions;
         preparing the result takes another {prepare:.0f} us. An eager call of `decompress_nvfp4_csf_scales` takes the
         CPU {gpu.one(variant="eager_call").us:.0f} us. On {decode.device} the first stack decodes in
         {decode.us / 1e3:.1f} ms, {1 / decode.over_baseline:.1f} times as fast as the formula written in torch, and
@@ -174,9 +174,7 @@ def checkpoints() -> str:
 
 
 def gemm_name(case: str) -> str:
-    """`case` of nvfp4_gemm.csv: rows by K, of all experts or of one weight."""
-    if case not in GEMMS:
-        return "one, " + " x ".join(case.split("_")[1:] * 2)
+    """`case` of nvfp4_gemm.csv: rows by K of all experts."""
     experts, rows, depth = GEMMS[case]
     return f"{experts} experts, {rows} x {depth}"
 
@@ -187,8 +185,10 @@ def gemms() -> str:
     few: dict[str, dict[int, str]] = {}
     many = []
     for row in table.select(condition="cold", variant="w4a16"):
+        if row.case not in GEMMS:  # one weight: `peers` has those
+            continue
         calls = {r.variant: r for r in table.select(condition="cold", case=row.case, tokens=row.tokens)}
-        name, others = gemm_name(row.case), calls.get("torch_grouped_mm") or calls.get("torch_bf16")
+        name, others = gemm_name(row.case), calls.get("torch_grouped_mm")
         if others is None:
             best = calls.get("w4a16_batched", row) if row.tokens == 1 else row  # as `moe_forward` chooses
             few.setdefault(name, {})[row.tokens] = f"{best.us:.1f} ({percent(best.of_roof)})"
@@ -203,9 +203,8 @@ def gemms() -> str:
     rows = [[name, *(cells.get(tokens, "") for tokens in counts)] for name, cells in few.items()]
     parts = ["### GEMMs\n", paragraph(text), markdown_table(header, rows)] if rows else []
     if many:
-        text = """Then many tokens, and a single weight (`matmul_2d`), beside torch's bf16 GEMMs; in parentheses how
-            many times as fast as those. Torch's grouped GEMM is given rows that are gathered already, and computes no
-            gate."""
+        text = """Then many tokens, beside torch's bf16 GEMMs; in parentheses how many times as fast as those. Torch's
+            grouped GEMM is given rows that are gathered already, and computes no gate."""
         header = "weights | tokens | torch, bf16, us | W4A16, us | W4A4, us"
         parts += [paragraph(text), markdown_table(header, many)]
     return "\n".join(parts)
@@ -226,7 +225,7 @@ def strategies() -> str:
             rows.append([*cells, f"{staged - fused:,.1f}"])
     text = f"""The two grouped GEMMs of a layer alone, gate with up, then down, and what decoding adds to them, cold
         ({machine(table)}):"""
-    header = "layer | tokens | dense scales, us | staged, us | fused, us | fused is faster than staged by, us"
+    header = "layer, hidden x intermediate | tokens | dense scales, us | staged, us | fused, us | fused saves, us"
     drawn = image(
         "strategy_latency",
         "Decoding and GEMM by strategy, warm and cold, and the same over dense scales",
@@ -262,11 +261,11 @@ def moe_layer() -> str:
             for name in ("expansion", "exposed", "attention_loss")
         }
         text = f"""{layers} such layers, each with attention before it, warm, take this much longer than with dense
-            scales, over prefill and decode: {", ".join(added)}. Prefetched decodes all experts on a side stream while
-            attention runs. A decode step is too short for that, so `moe_forward` does not choose it there by itself.
-            With {TIMELINE_TOKENS:,} tokens, decoding alone takes {timeline["expansion"]:.0f} us; beside attention, the
-            layers wait for {timeline["exposed"]:.0f} us of it, but attention takes {timeline["attention_loss"]:.0f} us
-            longer."""
+            scales, over prefill and decode: {", ".join(added)}. Prefetching decodes all experts on a side
+            stream while attention runs. A decode step is too short for that, so `moe_forward` does not choose it there
+            by itself. With {TIMELINE_TOKENS:,} tokens, decoding alone takes {timeline["expansion"]:.0f} us; beside
+            attention, the layers wait {timeline["exposed"]:.0f} us for it, but attention takes
+            {timeline["attention_loss"]:.0f} us longer."""
         written += "\n" + paragraph(text)
         written += image(
             f"moe_stack_{model}_{kind}",
@@ -296,7 +295,7 @@ def model() -> str:
     drawn = image(
         "model_speed",
         "Tokens a second of a model by strategy, and its memory",
-        "The same speed in less memory. Scales are a ninth of the weights, so the memory of the whole changes little.",
+        "Fused: the speed of dense scales in less memory. Scales are a ninth of the weights: the total changes little.",
     )
     return "### A whole model\n\n" + paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
 
@@ -325,8 +324,8 @@ def peers_summary() -> str:
         found = (peer_times(table, case, tokens) for tokens in PEER_TOKENS)
         cells = (" / ".join(f"{times[name]:,.0f}" for name in ("ours_dense", "peer", "torch_bf16")) for times in found)
         rows.append([f"{weight_rows} x {depth}", *cells])
-    text = f"""One weight by so many tokens, on one {machine(table)}, in us, cold: ours on dense scales / the faster of
-        Marlin and Humming / torch in bf16."""
+    text = f"""One weight times the tokens that a column names, on one {machine(table)}, in us, cold: ours on dense
+        scales / the faster of Marlin and Humming / torch in bf16."""
     header = " | ".join(["weight", *(f"{tokens:,}" for tokens in PEER_TOKENS)])
     drawn = image("peers", *PEERS_FIGURE, folder="docs/figures")
     return "\n" + paragraph(text) + "\n" + markdown_table(header, rows) + drawn
@@ -345,7 +344,7 @@ def summary() -> str:
     memory = (f"{dense:.0f}", f"{compressed:.0f}, and {scratch:.0f} once for all layers", f"{compressed:.0f}")
     rows.append(["scales of a layer, MB", *memory])
     text = f"""A layer of 512 experts (hidden size 2560, intermediate size 640, top 8, bf16 activations) on one
-        {machine(table)}: microseconds a call with nothing of it in the GPU's L2 cache."""
+        {machine(table)}: microseconds a call, with none of its data in the GPU's L2 cache."""
     header = "tokens | dense scales | compressed, decoded before the GEMMs | compressed, read by the GEMMs"
     drawn = image("moe_layer_qwen_w4a16", *LAYER_FIGURE, folder="docs/figures")
     return paragraph(text) + "\n" + markdown_table(header, rows) + drawn + (peers_summary() if has("peers") else "")
