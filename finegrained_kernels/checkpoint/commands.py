@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from finegrained_kernels import BundleIntegrityError, BundleUnavailableError
 from finegrained_kernels import checkpoint as checkpoints
 from finegrained_kernels.checkpoint.errors import printable
-from finegrained_kernels.checkpoint.inspection import USABLE, InspectReport, ScaleStats
+from finegrained_kernels.checkpoint.inspection import USABLE, InspectReport
 from finegrained_kernels.checkpoint.output import DEFAULT_JOBS
 from finegrained_kernels.checkpoint.restoration import restored_bytes
+from finegrained_kernels.checkpoint.tables import common_algorithm, count_text, scales_table, size_text
 from finegrained_kernels.checkpoint.verification import bytes_to_check
 
 Source = Annotated[Path, typer.Argument(help="Directory to read. It is never changed.")]
@@ -78,11 +77,13 @@ def compress(
                 source, include=include or (), exclude=exclude or (), data_present=False
             )
         least, dense = plan.least_bytes, plan.dense_bytes
-        chosen = _count(len(plan.selected), "scale")
-        typer.echo(f"{chosen} of {len(plan.planes)} would be compressed: {_size(dense)} -> {_size(least)} or more")
+        chosen = count_text(len(plan.selected), "scale")
+        typer.echo(
+            f"{chosen} of {len(plan.planes)} would be compressed: {size_text(dense)} -> {size_text(least)} or more"
+        )
         shrunk = plan.source_bytes - dense + least
         saved = f"at most {1 - shrunk / plan.source_bytes:.1%} less, by how many exceptions there are"
-        typer.echo(f"the checkpoint: {_size(plan.source_bytes)} -> {_size(shrunk)} ({saved})")
+        typer.echo(f"the checkpoint: {size_text(plan.source_bytes)} -> {size_text(shrunk)} ({saved})")
         return
     with _errors(), _progress("compress", _shard_bytes(source)) as progress:
         report = checkpoints.compress(
@@ -97,16 +98,18 @@ def compress(
             progress=progress,
         )
     if report.resumed:
-        typer.echo(f"{report.resumed} of {_count(report.shards, 'shard')} had been finished before")
+        typer.echo(f"{report.resumed} of {count_text(report.shards, 'shard')} had been finished before")
     before, after = report.dense_bytes, report.compressed_bytes
     share = f" ({after / before:.1%})" if before else ""
-    typer.echo(f"{_count(report.compressed, 'scale')}: {_size(before)} -> {_size(after)}{share}")
+    typer.echo(f"{count_text(report.compressed, 'scale')}: {size_text(before)} -> {size_text(after)}{share}")
     whole = _shard_bytes(source)
-    typer.echo(f"the checkpoint: {_size(whole)} -> {_size(_shard_bytes(destination))}")
+    typer.echo(f"the checkpoint: {size_text(whole)} -> {size_text(_shard_bytes(destination))}")
     for name, why in report.left_dense.items():
         typer.echo(f"left dense: {printable(name)}: {why}")
     for other in checkpoints.inspect(source).others:
-        typer.echo(f"left as they are: {_count(other.weights, 'weight')} of {other.kind}, {printable(other.format)}")
+        typer.echo(
+            f"left as they are: {count_text(other.weights, 'weight')} of {other.kind}, {printable(other.format)}"
+        )
 
 
 def verify(
@@ -122,12 +125,12 @@ def verify(
     for fault in faults[:_MOST_FAULTS]:
         typer.echo(f"fault: {fault}")
     if len(faults) > _MOST_FAULTS:
-        typer.echo(f"and {_count(len(faults) - _MOST_FAULTS, 'fault')} more")
-    counted = [_count(report.shards, "shard"), _count(report.tensors, "tensor")]
-    counts = ", ".join([*counted, _count(report.planes, "compressed scale")])
+        typer.echo(f"and {count_text(len(faults) - _MOST_FAULTS, 'fault')} more")
+    counted = [count_text(report.shards, "shard"), count_text(report.tensors, "tensor")]
+    counts = ", ".join([*counted, count_text(report.planes, "compressed scale")])
     digests = "digests match" if report.has_digests else "no digests to compare with"
     compared = ", equal to the source" if report.compared else ""
-    typer.echo(f"{_count(len(faults), 'fault')} in {counts}" if faults else f"{counts}: {digests}{compared}")
+    typer.echo(f"{count_text(len(faults), 'fault')} in {counts}" if faults else f"{counts}: {digests}{compared}")
     if not report.planes and not faults:
         typer.echo("not compressed: there is nothing here that compress made", err=True)
     raise typer.Exit(bool(faults) or not report.planes)
@@ -137,7 +140,7 @@ def restore(checkpoint: Source, destination: Destination, jobs: Jobs = DEFAULT_J
     """Write the original checkpoint again, every file bit for bit."""
     with _errors(), _progress("restore", restored_bytes(checkpoint)) as progress:
         report = checkpoints.restore(checkpoint, destination, jobs=jobs, device=device, progress=progress)
-    typer.echo(f"{_count(report.shards, 'shard')}, {_size(report.nbytes)}: every file has its original SHA-256")
+    typer.echo(f"{count_text(report.shards, 'shard')}, {size_text(report.nbytes)}: every file has its original SHA-256")
 
 
 def inspect(
@@ -185,7 +188,9 @@ def quantize(
             device=device,
             progress=progress,
         )
-    typer.echo(f"{_count(report.quantized, 'weight')}: {_size(report.bytes_before)} -> {_size(report.bytes_after)}")
+    typer.echo(
+        f"{count_text(report.quantized, 'weight')}: {size_text(report.bytes_before)} -> {size_text(report.bytes_after)}"
+    )
 
 
 def push(
@@ -228,43 +233,23 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
             progress.update(task, completed=total)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def _shard_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*.safetensors"))
-
-
-def _size(count: float) -> str:
-    for unit, digits in (("B", 0), ("kB", 1), ("MB", 1), ("GB", 2)):
-        if count < 1000 or unit == "GB":
-            return f"{count:,.{digits}f} {unit}"
-        count /= 1000
-    raise AssertionError
 
 
 def _print_report(report: InspectReport, layers: bool) -> None:
     # Names are a stranger's: brackets in them are no markup, and what is not printable does not reach the terminal.
     width = 140 if layers and not sys.stdout.isatty() else None
     console = Console(highlight=False, markup=False, emoji=False, width=width)
-    counts = f"{_count(report.shards, 'shard')}, {_count(report.tensors, 'tensor')}"
-    algorithms = {stats.algorithm for stats in report.scales}
-    common = algorithms.pop() if len(algorithms) == 1 else None
+    counts = f"{count_text(report.shards, 'shard')}, {count_text(report.tensors, 'tensor')}"
+    common = common_algorithm(report.scales)
     console.print(f"{printable(report.name)}: {report.layout}, {counts}" + (f", {printable(common)}" if common else ""))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("scales", overflow="fold")
-    for name in ("layers", "planes", "each", "dense", "stored", "exceptions"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in by_layer(report.scales) if layers else by_kind(report.scales, common):
-        table.add_row(*row)
-    console.print(table)
-    sizes = f"{_size(report.stored_bytes)} stored, {_size(report.dense_bytes)} with dense scales"
-    console.print(f"tensors: {sizes}, {_size(report.least_bytes)} or more with all NVFP4 scales compressed")
+    console.print(scales_table(report.scales, layers))
+    sizes = f"{size_text(report.stored_bytes)} stored, {size_text(report.dense_bytes)} with dense scales"
+    console.print(f"tensors: {sizes}, {size_text(report.least_bytes)} or more with all NVFP4 scales compressed")
     for other in report.others:
-        console.print(
-            f"{other.kind}: {_count(other.weights, 'weight')} in {printable(other.format)}, {_size(other.nbytes)}"
-        )
+        weights = count_text(other.weights, "weight")
+        console.print(f"{other.kind}: {weights} in {printable(other.format)}, {size_text(other.nbytes)}")
     if report.kv_cache:
         console.print(f"KV cache: {printable(report.kv_cache)}")
     console.print(f"tensor-parallel sizes that work: {', '.join(map(str, report.tp_sizes)) or 'none'}")
@@ -272,33 +257,3 @@ def _print_report(report: InspectReport, layers: bool) -> None:
     console.print(f"GPUs that hold it, with {USABLE:.0%} of their memory: {fits}")
     for fault in report.faults:
         console.print(f"fault: {fault}", style="red")
-
-
-def by_layer(scales: Sequence[ScaleStats]) -> Iterator[tuple[str, ...]]:
-    """A row for each layer and projection."""
-    for stats in scales:
-        yield _row(f"{stats.layer}.{stats.projection}", [stats])
-
-
-def by_kind(scales: Sequence[ScaleStats], common: str | None) -> Iterator[tuple[str, ...]]:
-    """A row for all layers' scales of one kind, projection, algorithm and size; ``common``: the algorithm of all."""
-    groups: dict[tuple, list[ScaleStats]] = {}
-    for stats in scales:
-        groups.setdefault((stats.kind, stats.projection, stats.algorithm, stats.rows, stats.cols), []).append(stats)
-    for (kind, projection, algorithm, *_), group in groups.items():
-        yield _row(f"{kind} {projection}" + (f" ({algorithm})" if algorithm not in (None, common) else ""), group)
-
-
-def _row(name: str, group: Sequence[ScaleStats]) -> tuple[str, ...]:
-    compressed = [stats for stats in group if stats.exception_rate is not None]
-    decoded = sum(stats.compressed * stats.rows * stats.cols for stats in compressed)
-    rate = f"{sum(stats.exceptions for stats in compressed) / decoded:.2%}" if decoded else "dense"
-    return (
-        printable(name),
-        str(len({stats.layer for stats in group})),
-        f"{sum(stats.planes for stats in group):,}",
-        f"{group[0].rows} x {group[0].cols}",
-        _size(sum(stats.dense_bytes for stats in group)),
-        _size(sum(stats.stored_bytes for stats in group)),
-        rate,
-    )

