@@ -178,7 +178,7 @@ def test_names_are_shown_as_they_are(tmp_path, name, shown):
     source.mkdir()
     (source / "config.json").write_text("{}")
     sparse(source / "model.safetensors", module(f"model.{name}.up_proj", 16, 2))
-    for command in (["inspect", source], ["compress", source, tmp_path / "out"]):
+    for command in (["inspect", "--layers", source], ["compress", source, tmp_path / "out"]):
         result = CliRunner().invoke(cli.app, [str(argument) for argument in command])
         assert result.exit_code == 0, (result.output, result.exception)
         assert f"model.{shown}" in result.stdout and "\x1b[31m" not in result.output

@@ -117,6 +117,7 @@ def overwritten_operands(instructions: list[str], labels: dict[str, int]) -> lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton ships no nvdisasm")
 @pytest.mark.parametrize(("scales", "depth"), [(DENSE, 320), (COMPRESSED, 640), (COMPRESSED, 4096), (COMPRESSED, 7168)])
 @pytest.mark.parametrize(("block_n", "block_t", "warps", "gate"), [(128, 128, 8, True), (64, 64, 4, False)])
@@ -126,6 +127,7 @@ def test_products_in_flight_keep_their_operands(
     check_products(bundle_dir, run_python, tmp_path, (block_n, block_t, warps, 4), gate, scales, depth)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton ships no nvdisasm")
 @pytest.mark.parametrize(
     ("tile", "gate", "scales", "depth"),

@@ -23,6 +23,8 @@ from moe_models import load
 from numeric import DEVICES
 from replicas import cosine, dequantized
 
+pytestmark = pytest.mark.slow
+
 TEXT = ROOT / "tests" / "data" / "alice.txt"
 PROMPT = "Alice was beginning to get very tired of sitting by her sister"
 LENGTH = 64

@@ -154,6 +154,7 @@ for strategy in ("staged", "staged", "dense"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, whose /proc counts peaks")
 def test_peak_of_memory_while_loading_again_and_again(run_python, paths, bundle, bundle_dir, tmp_path):
     shard = write_large(tmp_path / "large", bundle)

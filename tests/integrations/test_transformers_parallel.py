@@ -58,6 +58,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_result_of_one(bundle, bundle_dir, tmp_path):
     pytest.importorskip("accelerate", reason="needs accelerate, without which transformers has no parallel loads")
     checkpoints = [write_checkpoints(tmp_path / name, name)["csf"] for name in ("qwen3_moe", "mixtral")]
@@ -146,6 +147,7 @@ def write_wide(root: Path, name: str) -> Path:
     return root / "csf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_whole_models_on_several_processes(bundle, bundle_dir, tmp_path, size):
     """Linear layers cut by columns and by rows, with biases, in NVFP4 and in every kind of FP8."""
