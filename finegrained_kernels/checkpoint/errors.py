@@ -16,14 +16,16 @@ def printable(text: str) -> str:
 
 
 class Fault(NamedTuple):
-    """One fault: the file it is in, relative to the checkpoint, the tensor if there is one, and what is wrong."""
+    """One fault: its file, relative to the checkpoint ("." if all of it is meant), the tensor if there is one, and
+    what is wrong."""
 
     file: str
     tensor: str | None
     message: str
 
     def __str__(self) -> str:
-        parts = (self.file, self.tensor, self.message) if self.tensor else (self.file, self.message)
+        where = [self.file] if self.file != "." else []
+        parts = [*where, self.tensor, self.message] if self.tensor else [*where, self.message]
         return ": ".join(map(printable, parts))
 
 

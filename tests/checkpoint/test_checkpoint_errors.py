@@ -134,6 +134,11 @@ def test_a_source_that_is_not_there(tmp_path, command):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_fault_of_the_whole_checkpoint_names_no_file_in_it(tmp_path):
+    result = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "absent")])
+    assert result.exit_code == 1 and result.stdout.startswith(f"fault: {tmp_path / 'absent'} is not a directory")
+
+
 ODD = [None, [], "text", 3, [["x"]], {"quant_method": 7}, {"quantized_layers": [1]}, {"quantized_layers": {"x": 1}}]
 
 
