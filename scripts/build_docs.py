@@ -17,6 +17,11 @@ import pdoc
 from build_bundle import build
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULES = (
+    "finegrained_kernels",
+    "finegrained_kernels.checkpoint",
+    "finegrained_kernels.integrations.transformers",
+)
 BUNDLE = "finegrained_kernels_bundle"
 """What the pages call the bundle, whose module is named after its content when it is loaded."""
 
@@ -32,8 +37,10 @@ def main() -> None:
         Path(directory, "build", "torch-cpu").rename(Path(directory, BUNDLE))
         sys.path[:0] = [directory, str(ROOT)]
         warnings.filterwarnings("error", module=r"pdoc\b")
-        pdoc.render.configure(docformat="google", footer_text="finegrained-kernels")
-        pdoc.pdoc("finegrained_kernels", "finegrained_kernels.checkpoint", BUNDLE, output_directory=out)
+        pdoc.render.configure(
+            docformat="google", footer_text="finegrained-kernels", template_directory=ROOT / "scripts" / "api_pages"
+        )
+        pdoc.pdoc(*MODULES, BUNDLE, output_directory=out)
     pages = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.html"))
     print(f"{len(pages)} pages in {out}")
 

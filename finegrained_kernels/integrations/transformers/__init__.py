@@ -1,7 +1,7 @@
-"""NVFP4 mixture-of-experts checkpoints in transformers: import this, then call `from_pretrained` as always.
+"""NVFP4 checkpoints in transformers: import this, then call `from_pretrained` as always.
 
-Importing tells transformers how to load checkpoints whose experts are NVFP4: ModelOpt's and compressed-tensors', with
-dense or with compressed scales. See docs/transformers.md.
+Importing tells transformers how to load checkpoints whose experts or other weights are NVFP4: ModelOpt's and
+compressed-tensors', with dense or with compressed scales. See docs/transformers.md.
 """
 
 from finegrained_kernels.integrations.transformers.config import NVFP4CSFConfig
