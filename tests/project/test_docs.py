@@ -256,6 +256,11 @@ def test_every_figure_is_shown():
     assert {path.name for path in (ROOT / "docs" / "figures").iterdir()} == shown
 
 
+@pytest.mark.parametrize("document", ["README.md", "CARD.md"])
+def test_first_documents_are_short(document):
+    assert len((ROOT / document).read_text().splitlines()) <= 150
+
+
 def test_card_has_what_the_hub_reads():
     from huggingface_hub import ModelCard
     from markdown_it import MarkdownIt
