@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import interpreter
 from numeric import POISON, assert_same, make_stack, oracle_encode, oracle_swizzle, to_numpy
 
 GUARD = 64
@@ -205,6 +206,7 @@ def run_cases(variant: Path) -> dict[str, str]:
     """What went wrong in each case; nothing where all went well."""
     from kernels import get_local_kernel
 
+    interpreter.mend()
     bundle = get_local_kernel(variant, backend=variant.name.removeprefix("torch-"))
     outcomes = {}
     for name, (check, *arguments) in CASES.items():

@@ -36,6 +36,8 @@ interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_o
 from kernels import get_local_kernel
 from pathlib import Path
 sys.path.insert(0, {support!r})
+import interpreter as interpreter_faults
+interpreter_faults.mend()
 bundle = get_local_kernel(Path({variant!r}))
 part = lambda name: importlib.import_module(f"{{bundle.__name__}}.{{name}}")
 part("gemm.api")._run_on_device = part("gemm.dispatch").run_on_gpu
