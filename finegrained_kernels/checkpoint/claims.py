@@ -42,10 +42,17 @@ class Claim:
 
     @classmethod
     def of(cls, command: str, source: Path, headers: Mapping[str, Header], options: Any) -> Claim:
-        """The claim of a command on ``source``, whose shards have ``headers``, with ``options`` (JSON)."""
+        """The claim of a command on ``source``, whose shards have ``headers``, with ``options`` (JSON).
+
+        Raises:
+            CheckpointError: a shard has gone, or cannot be looked at.
+        """
         shards = {}
         for shard, header in headers.items():
-            status = (source / shard).stat()
+            try:
+                status = (source / shard).stat()
+            except OSError as error:
+                raise CheckpointError(f"{printable(str(source / shard))} cannot be read: {error.strerror}") from error
             shards[shard] = [status.st_size, status.st_mtime_ns, hashlib.sha256(header.raw).hexdigest()]
         where = str(source.resolve())
         text = json.dumps([command, where, shards, options], sort_keys=True)

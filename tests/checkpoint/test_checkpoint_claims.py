@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import checkpoints
-from attacks import another, module, one_line, plain, sparse
+from attacks import LAYOUTS, another, in_both_layouts, module, one_line, plain, sparse
 from conftest import ROOT
 from finegrained_kernels.checkpoint import (
     compress,
@@ -24,24 +24,15 @@ from finegrained_kernels.checkpoint import (
     restore,
     verify,
 )
+from finegrained_kernels.checkpoint.claims import Claim
 from finegrained_kernels.checkpoint.stream import AtomicFile
-
-LAYOUTS = ("hf", "container")
 
 pytestmark = pytest.mark.usefixtures("bundle")
 
 
 @pytest.fixture(scope="module")
 def made(bundle, tmp_path_factory):
-    """A source, and its compressed form in both layouts."""
-    root = tmp_path_factory.mktemp("hostile")
-    source = root / "source"
-    checkpoints.write_checkpoint(
-        source, checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
-    )
-    for layout in LAYOUTS:
-        compress(source, root / layout, layout=layout)
-    return root
+    return in_both_layouts(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
@@ -331,3 +322,8 @@ def test_memory_does_not_grow_with_the_scales_of_a_shard(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) < 60e6
+
+
+def test_a_shard_that_goes_while_its_source_is_read(source, tmp_path):
+    headers = {"model-00009-of-00009.safetensors": None}
+    assert "model-00009-of-00009.safetensors cannot be read" in one_line(Claim.of, "compress", source, headers, {})

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import checkpoints
-from attacks import another, module, one_line, plain, sparse
+from attacks import LAYOUTS, another, in_both_layouts, module, one_line, plain, sparse
 from finegrained_kernels.checkpoint import (
     CheckpointError,
     compress,
@@ -35,20 +35,9 @@ pytestmark = pytest.mark.usefixtures("bundle")
 JOB, VICTIM = "csf_digests/job.json", "victim.txt"
 
 
-LAYOUTS = ("hf", "container")
-
-
 @pytest.fixture(scope="module")
 def made(bundle, tmp_path_factory):
-    """A source, and its compressed form in both layouts."""
-    root = tmp_path_factory.mktemp("hostile")
-    source = root / "source"
-    checkpoints.write_checkpoint(
-        source, checkpoints.random_moe(), checkpoints.MODELOPT_CONFIG, shard_of=checkpoints.by_layer
-    )
-    for layout in LAYOUTS:
-        compress(source, root / layout, layout=layout)
-    return root
+    return in_both_layouts(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture(params=LAYOUTS)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import checkpoints
-from finegrained_kernels.checkpoint import CheckpointError
+from finegrained_kernels.checkpoint import CheckpointError, compress
+
+LAYOUTS = ("hf", "container")
 
 
 def one_line(call, *arguments, **options) -> str:
@@ -19,6 +21,14 @@ def one_line(call, *arguments, **options) -> str:
     text = str(caught.value)
     assert text and text.isprintable(), text
     return text
+
+
+def in_both_layouts(root: Path) -> Path:
+    """Make a checkpoint in ``root / "source"``, and its compressed forms beside it, named after their layouts."""
+    source = another(root / "source", seed=0)
+    for layout in LAYOUTS:
+        compress(source, root / layout, layout=layout)
+    return root
 
 
 def another(root: Path, seed: int = 1, write=checkpoints.random_moe, config=checkpoints.MODELOPT_CONFIG) -> Path:
