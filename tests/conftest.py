@@ -60,6 +60,15 @@ def bundle(bundle_dir: Path) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Run a snippet in a fresh interpreter, with nothing cached from any hub, and return what it printed.
 

@@ -11,6 +11,8 @@ import torch
 
 from numeric import DEVICES, POISON, assert_same, oracle_decode, oracle_encode, wire_fixed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_PLANES = 10_000
 NUM_STREAMS = 10_000
 PLANES_PER_STACK = 200
@@ -18,15 +20,6 @@ GEOMETRIES = [(32, 6), (16, 14), (48, 2), (32, 4), (16, 10), (64, 34), (16, 142)
 """Small ones, some of one stream length, and two of more than one tile."""
 
 every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are small here: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_planes(rng: np.random.Generator, num_planes: int, geometries: list[tuple[int, int]]) -> np.ndarray:

@@ -16,6 +16,8 @@ from checkpoints import by_component, read_tensors, write_checkpoint
 from finegrained_kernels.checkpoint import compress, quantize
 from moe_models import ARCHITECTURES, generate, load, write_bf16, write_checkpoints, write_compressed_tensors
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def assert_same_checkpoint(saved: Path, original: Path) -> None:
     """The same tensors, by name, dtype, shape and bytes, and the same quantization in config.json."""
@@ -26,15 +28,6 @@ def assert_same_checkpoint(saved: Path, original: Path) -> None:
         assert torch.equal(ours[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)), name
     configs = [json.loads((root / "config.json").read_text()) for root in (saved, original)]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are so small that more threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ from replicas import (
 
 IDS = (torch.arange(24) * 7 % 128).view(1, -1)
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @dataclasses.dataclass
 class Kind:
@@ -249,13 +251,8 @@ def replicas(bundle, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are so small that more threads only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def silent():
     transformers.logging.disable_progress_bar()
-    yield
-    torch.set_num_threads(threads)
 
 
 every_kind = pytest.mark.parametrize("name", KINDS)

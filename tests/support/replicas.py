@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from checkpoints import read_tensors, write_json
+from moe_models import COMMON
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _BYTES = np.arange(256)
@@ -207,21 +208,7 @@ def stack_experts(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, to
 
 
 def small_config(architecture: str, **changes) -> transformers.PreTrainedConfig:
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    return AutoConfig.for_model(architecture, **{**sizes, **changes})
+    return AutoConfig.for_model(architecture, **{**COMMON, "intermediate_size": 192, **changes})
 
 
 def cosine(actual: torch.Tensor, expected: torch.Tensor) -> float:
