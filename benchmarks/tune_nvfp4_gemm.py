@@ -106,11 +106,12 @@ def make_gemm(bundle: ModuleType, case: str, tokens: int, weights, routing, dtyp
     start, gather, scatter, _ = routing
     first = case.endswith("gate_up")
     x = torch.randn(tokens if first else tokens * TOP_K, depth, dtype=dtype, device="cuda")
-    return part(bundle, "gemm.problem").check_gemm(
-        x, weights[0], None, weights[2],
+    problem = part(bundle, "gemm.problem")
+    return problem.check_gemm(problem.Arguments(
+        x, weights[0], Bs=weights[2],
         activation_format="bf16", gate=gate, b_global_scale=torch.full((experts,), 1e-4, device="cuda"),
         expert_start=start, gather_idx=gather if first else None, scatter_idx=None if first else scatter,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def moved_bytes(gemm, active: int) -> int:

@@ -134,7 +134,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     )
     modules = {name: importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in names}
     dispatch, configs, plan = modules["dispatch"], modules["config"], modules["smem_plan"]
-    check_gemm = modules["problem"].check_gemm
+    problem = modules["problem"]
     quant = importlib.import_module(f"{bundle.__name__}.nvfp4.quantize_triton")
     reduce = importlib.import_module(f"{bundle.__name__}.moe.reduction_triton")
     cases: list[Case] = []
@@ -176,10 +176,9 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
             "batched": {"expert_ids": index, "gather_idx": index},
             "dense": {},
         }
-        return check_gemm(
-            torch.empty(tokens, depth, dtype=dtype), torch.empty(experts, rows, depth // 2, dtype=torch.uint8), None,
-            compressed_scales(experts, *plane) if compressed else scales, **indices[routing], **options,
-        )  # fmt: skip
+        x, weight = torch.empty(tokens, depth, dtype=dtype), torch.empty(experts, rows, depth // 2, dtype=torch.uint8)
+        b_scales = compressed_scales(experts, *plane) if compressed else scales
+        return problem.check_gemm(problem.Arguments(x, weight, Bs=b_scales, **indices[routing], **options))
 
     def add_mma(name: str, archs: tuple[str, ...], g, config=None) -> None:
         rows = g.num_rows if g.expert_ids is None else min(g.num_rows, E)

@@ -110,8 +110,9 @@ class Launches:
             def __init__(self, name: int) -> None:
                 self.function = name
 
-            def run(self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *values) -> None:
-                assert (metadata, launch_metadata, enter_hook, exit_hook) == (self.packed_metadata, None, None, None)
+            def run(self, x, y, z, stream, function, *rest) -> None:
+                (metadata, *launch_metadata_and_hooks), values = rest[:4], rest[4:]
+                assert metadata == self.packed_metadata and launch_metadata_and_hooks == [None, None, None]
                 launches.direct.append(((x, y, z), stream, function, values))
 
         def run(self, *arguments, grid, warmup, **constants):

@@ -133,17 +133,16 @@ def test_compiles_in_one_graph(bundle, device, tokens):
 @pytest.mark.parametrize("quantize_output", [False, True], ids=["plain", "requantized"])
 @pytest.mark.parametrize("kind", ["dense", "compressed"])
 def test_op_keeps_its_contract(layer, device, kind, quantize_output):
-    """Schema, fake result and dispatch of the registered op, scales as a list of one tensor or four."""
-    matmul, arguments = (importlib.import_module(f"{layer.bundle.__name__}.gemm.{name}") for name in ("api", "problem"))
+    """Schema, fake result and dispatch of the registered op, scales as one tensor or four."""
+    matmul, problem = (importlib.import_module(f"{layer.bundle.__name__}.gemm.{name}") for name in ("api", "problem"))
     x, ids = make_inputs(0, FEW, device)
     token = torch.arange(ids.numel(), device=device) // TOP_K
     scales = layer.compressed if kind == "compressed" else layer.dense.view(torch.uint8)  # opcheck multiplies inputs
-    gemm = arguments.check_gemm(
-        x, layer.b, None, scales, expert_ids=ids.flatten(), gather_idx=token, gate=True,
+    gemm = problem.check_gemm(problem.Arguments(
+        x, layer.b, Bs=scales, expert_ids=ids.flatten(), gather_idx=token, gate=True,
         quantize_output=quantize_output, b_global_scale=layer.b_global,
-    )  # fmt: skip
+    ))  # fmt: skip
     flat = matmul._to_flat(gemm)
-    assert len(flat[arguments.FIELDS.index("b_scales")]) == (4 if kind == "compressed" else 1)
     back = matmul._from_flat(flat)
     assert back.b_scales.shape == gemm.b_scales.shape and back.output_dtype == gemm.output_dtype
     torch.library.opcheck(matmul._nvfp4_gemm, flat)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import pytest
 import torch
 
@@ -63,6 +66,17 @@ WRONG = [
 def test_wrong_argument_is_named(call, changes, error, message):
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize("name", ["matmul_2d", "matmul_batched", "matmul_grouped"])
+def test_arguments_arrive_under_their_names(bundle, monkeypatch, name):
+    """The calls hand them over in a tuple: each is found again where the checks look for it."""
+    api, arrived = importlib.import_module(f"{bundle.__name__}.gemm.api"), []
+    monkeypatch.setattr(api, "check_gemm", arrived.append)
+    monkeypatch.setattr(api, "_run", lambda gemm: None)
+    given = {parameter: object() for parameter in inspect.signature(getattr(bundle, name)).parameters}
+    getattr(bundle, name)(**given)
+    assert {field: value for field, value in arrived[0]._asdict().items() if value is not None} == given
 
 
 def test_the_right_problem_passes(call):

@@ -15,6 +15,8 @@ FOLDERS = ("benchmarks", "examples", "finegrained_kernels", "scripts", "tests", 
 NOT_OURS = {"_bundle", "local"}  # a copy, and what benchmarks fetch
 SOURCES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py") if not NOT_OURS & {*p.parts})
 MAX_LINES = 500
+MAX_PARAMETERS, MAX_KERNEL_PARAMETERS = 10, 14
+PUBLIC_GEMMS = {"matmul_2d", "matmul_batched", "matmul_grouped"}  # every option is an argument, as users expect
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 with_workflows = pytest.mark.skipif(not WORKFLOWS, reason="needs .github/workflows, which a source distribution lacks")
 
@@ -26,6 +28,20 @@ def test_files_are_short_and_import_names(path: Path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             assert all(name.name != "*" for name in node.names), f"line {node.lineno}: a star import"
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
+    named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len(named) + (function.args.vararg is not None) + (function.args.kwarg is not None)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_functions_take_few_arguments(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            name = getattr(node, "name", "lambda")
+            most = MAX_KERNEL_PARAMETERS if name.endswith("_kernel") else MAX_PARAMETERS
+            assert parameters(node) <= most or name in PUBLIC_GEMMS, f"{name}, line {node.lineno}"
 
 
 def test_the_bundle_has_no_options_in_the_environment():

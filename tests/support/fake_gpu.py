@@ -52,7 +52,8 @@ class FakeGPU:
             def __init__(self, kernel, constants: dict) -> None:
                 self.function = kernel, tuple(sorted((name, str(value)) for name, value in constants.items()))
 
-            def run(self, x, y, z, stream, function, metadata, launch_metadata, enter_hook, exit_hook, *values) -> None:
+            def run(self, x, y, z, stream, function, *rest) -> None:
+                values = rest[4:]  # after metadata, launch metadata and hooks
                 gpu.direct.append(function[0].fn.__name__)
                 gpu.execute(function, (x, y, z), values)
 

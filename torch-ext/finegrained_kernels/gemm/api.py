@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Tuple, Union
+import inspect
+import typing
+from typing import Any, Callable, List, Optional, Tuple, Union
 
 import torch
 
@@ -11,13 +13,9 @@ from ..csf.scales import NVFP4CSFScales
 from ..nvfp4.reference import GROUP
 from ..plans import planned
 from .cpu import run_on_cpu
-from .problem import FIELDS, Gemm, Scales, check_gemm
+from .kernels import operands
+from .problem import Arguments, Gemm, Global, Scales, check_gemm
 
-_OPTIONS = (
-    *("activation_format", "gate", "act_fn", "swiglu_alpha", "swiglu_limit", "quantize_output", "output_dtype"),
-    *("a_global_scale", "b_global_scale", "output_global_scale"),
-)
-Global = Union[torch.Tensor, float, None]
 Result = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -118,32 +116,31 @@ def matmul_grouped(
     ))  # fmt: skip
 
 
-def _matmul_2d(A: Any, B: Any, As: Any, Bs: Any, *options: Any) -> Result:
-    B, Bs = (each.unsqueeze(0) if isinstance(each, torch.Tensor) else each for each in (B, Bs))
-    named = dict(zip(_OPTIONS, options))
-    if isinstance(named["b_global_scale"], torch.Tensor):
-        named["b_global_scale"] = named["b_global_scale"].reshape(1, -1)
-    return _run(check_gemm(A, B, As, Bs, **named))
+def _matmul_2d(*given: Any) -> Result:
+    call = Arguments(*given)
+    b, scales, b_global = call.B, call.Bs, call.b_global_scale
+    return _run(check_gemm(call._replace(
+        B=b.unsqueeze(0) if isinstance(b, torch.Tensor) else b,
+        Bs=scales.unsqueeze(0) if isinstance(scales, torch.Tensor) else scales,
+        b_global_scale=b_global.reshape(1, -1) if isinstance(b_global, torch.Tensor) else b_global,
+    )))  # fmt: skip
 
 
-def _matmul_batched(expert_ids: Any, gather_idx: Any, scatter_idx: Any, *operands_and_options: Any) -> Result:
-    return _run_routed({"expert_ids": expert_ids}, gather_idx, scatter_idx, *operands_and_options)
+def _matmul_batched(expert_ids: Any, gather_idx: Any, scatter_idx: Any, *given: Any) -> Result:
+    if expert_ids is None:
+        raise TypeError("expert_ids: expected a tensor, got None")
+    indices = {"expert_ids": expert_ids, "gather_idx": gather_idx, "scatter_idx": scatter_idx}
+    return _run(check_gemm(Arguments(*given, **indices)))
 
 
-def _matmul_grouped(expert_start: Any, gather_idx: Any, scatter_idx: Any, *operands_and_options: Any) -> Result:
-    return _run_routed({"expert_start": expert_start}, gather_idx, scatter_idx, *operands_and_options)
+def _matmul_grouped(expert_start: Any, gather_idx: Any, scatter_idx: Any, *given: Any) -> Result:
+    if expert_start is None:
+        raise TypeError("expert_start: expected a tensor, got None")
+    indices = {"expert_start": expert_start, "gather_idx": gather_idx, "scatter_idx": scatter_idx}
+    return _run(check_gemm(Arguments(*given, **indices)))
 
 
-def _run_routed(routing: Dict[str, Any], gather_idx: Any, scatter_idx: Any, *operands_and_options: Any) -> Result:
-    A, B, As, Bs, *options = operands_and_options
-    for name, index in routing.items():
-        if index is None:
-            raise TypeError(f"{name}: expected a tensor, got None")
-    routing |= {"gather_idx": gather_idx, "scatter_idx": scatter_idx}
-    return _run(check_gemm(A, B, As, Bs, **routing, **dict(zip(_OPTIONS, options))))
-
-
-def _run(gemm: Gemm) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def _run(gemm: Gemm) -> Result:
     outputs = ops.nvfp4_gemm(*_to_flat(gemm)) if torch.compiler.is_compiling() else _run_on_device(gemm)
     return tuple(outputs) if gemm.quantize_output else outputs[0]
 
@@ -156,45 +153,44 @@ def _run_on_device(gemm: Gemm) -> List[torch.Tensor]:
     return run_on_gpu(gemm)
 
 
+_SCALES = operands.Scales._fields
+_GEMM_FIELDS = {name: kind for name, kind in typing.get_type_hints(Gemm).items() if name != "b_scales"}
+_FLAT_FIELDS = {**_GEMM_FIELDS, **dict.fromkeys(_SCALES, Optional[torch.Tensor])}
+"""Names and types of what the registered op takes, tensors and scalars only: the fields of a `Gemm`, its scales tensor
+by tensor."""
+
+
 def _to_flat(gemm: Gemm) -> tuple:
-    """The fields of `gemm` in order, as the registered op takes them: tensors, lists of tensors and scalars only."""
-    flat = {name: getattr(gemm, name) for name in FIELDS}
     scales = gemm.b_scales
-    flat["b_scales"] = list(scales.state_dict().values()) if isinstance(scales, NVFP4CSFScales) else [scales]
-    return tuple(flat.values())
+    tensors = scales.state_dict() if isinstance(scales, NVFP4CSFScales) else {"dense": scales}
+    fields = [getattr(gemm, name) for name in _GEMM_FIELDS]
+    return (*fields, *[tensors.get(name) for name in _SCALES])
 
 
 def _from_flat(flat: tuple) -> Gemm:
-    fields = dict(zip(FIELDS, flat))
-    scales = fields["b_scales"]
-    return Gemm(**{**fields, "b_scales": scales[0] if len(scales) == 1 else NVFP4CSFScales(*scales)})
+    fields = dict(zip(_FLAT_FIELDS, flat))
+    tensors = {name: fields.pop(name) for name in _SCALES}
+    dense = tensors.pop("dense")
+    return Gemm(**fields, b_scales=NVFP4CSFScales(**tensors) if dense is None else dense)
+
+
+def _with_parameters(function: Callable[..., List[torch.Tensor]]) -> Callable[..., List[torch.Tensor]]:
+    """`function(*flat)` with a signature that says so; torch makes the op's schema of it."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=hint) for name, hint in _FLAT_FIELDS.items()]
+    signature = inspect.Signature(parameters, return_annotation=List[torch.Tensor])
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
 
 
 @torch.library.custom_op(add_op_namespace_prefix("nvfp4_gemm"), mutates_args=())
-def _nvfp4_gemm(
-    a: torch.Tensor,
-    a_scales: Optional[torch.Tensor],
-    a_global: Optional[torch.Tensor],
-    b: torch.Tensor,
-    b_scales: List[torch.Tensor],
-    b_global: torch.Tensor,
-    expert_ids: Optional[torch.Tensor],
-    expert_start: Optional[torch.Tensor],
-    gather_idx: Optional[torch.Tensor],
-    scatter_idx: Optional[torch.Tensor],
-    gate: bool,
-    alpha: float,
-    limit: Optional[float],
-    quantize_output: bool,
-    output_global: Optional[torch.Tensor],
-    output_dtype: torch.dtype,
-    weight_only: bool,
-) -> List[torch.Tensor]:
-    return _run_on_device(_from_flat(tuple(locals().values())))
+@_with_parameters
+def _nvfp4_gemm(*flat: Any) -> List[torch.Tensor]:
+    return _run_on_device(_from_flat(flat))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("nvfp4_gemm"))
-def _nvfp4_gemm_fake(*flat) -> List[torch.Tensor]:
+def _nvfp4_gemm_fake(*flat: Any) -> List[torch.Tensor]:
     gemm = _from_flat(flat)
     rows, cols = gemm.num_rows, gemm.num_cols
     if not gemm.quantize_output:

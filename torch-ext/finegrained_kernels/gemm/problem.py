@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Optional, Union
+from dataclasses import dataclass
+from typing import NamedTuple, Optional, Union
 
 import torch
 
@@ -18,6 +18,30 @@ from ..swizzle import swizzled_shape
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_DTYPES = (torch.int32, torch.int64)
 Scales = Union[torch.Tensor, NVFP4CSFScales]
+Global = Union[torch.Tensor, float, None]
+
+
+class Arguments(NamedTuple):
+    """A public GEMM's arguments as they came, by name: api.py. B and its scales are of a stack of experts, [E, ..]."""
+
+    A: torch.Tensor
+    B: torch.Tensor
+    As: Optional[torch.Tensor] = None
+    Bs: Optional[Scales] = None
+    activation_format: Optional[str] = None
+    gate: bool = False
+    act_fn: str = "silu"
+    swiglu_alpha: Optional[float] = None
+    swiglu_limit: Optional[float] = None
+    quantize_output: bool = False
+    output_dtype: Optional[torch.dtype] = None
+    a_global_scale: Global = None
+    b_global_scale: Global = None
+    output_global_scale: Global = None
+    expert_ids: Optional[torch.Tensor] = None
+    expert_start: Optional[torch.Tensor] = None
+    gather_idx: Optional[torch.Tensor] = None
+    scatter_idx: Optional[torch.Tensor] = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +89,6 @@ class Gemm:
     def depth(self) -> int:
         """K."""
         return self.b.shape[2] * 2
-
-
-FIELDS = tuple(field.name for field in fields(Gemm))
 
 
 def fault(name: str, expected: str, got: object) -> ValueError:
@@ -170,84 +191,66 @@ def contiguous(index: torch.Tensor | None) -> torch.Tensor | None:
     return None if index is None else index.contiguous()
 
 
-def check_gemm(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    As: torch.Tensor | None,
-    Bs: Scales | None,
-    *,
-    expert_ids: torch.Tensor | None = None,
-    expert_start: torch.Tensor | None = None,
-    gather_idx: torch.Tensor | None = None,
-    scatter_idx: torch.Tensor | None = None,
-    activation_format: str | None = None,
-    gate: bool = False,
-    act_fn: str = "silu",
-    swiglu_alpha: float | None = None,
-    swiglu_limit: float | None = None,
-    quantize_output: bool = False,
-    output_dtype: torch.dtype | None = None,
-    a_global_scale: torch.Tensor | float | None = None,
-    b_global_scale: torch.Tensor | float | None = None,
-    output_global_scale: torch.Tensor | float | None = None,
-) -> Gemm:
+def check_gemm(call: Arguments) -> Gemm:
     """Check every argument of the public GEMMs; raise TypeError or ValueError naming the first that is wrong."""
-    if activation_format not in (None, "bf16"):
-        raise fault("activation_format", "None or 'bf16'", repr(activation_format))
-    if act_fn != "silu":
-        raise fault("act_fn", "'silu'", repr(act_fn))
-    if not gate and (swiglu_alpha is not None or swiglu_limit is not None):
+    if call.activation_format not in (None, "bf16"):
+        raise fault("activation_format", "None or 'bf16'", repr(call.activation_format))
+    if call.act_fn != "silu":
+        raise fault("act_fn", "'silu'", repr(call.act_fn))
+    if not call.gate and (call.swiglu_alpha is not None or call.swiglu_limit is not None):
         raise fault("swiglu_alpha and swiglu_limit", "None without gate", "a value")
-    weight_only = activation_format == "bf16"
-    scales = check_weights(B, Bs, gate)
-    num_experts, depth = B.shape[0], B.shape[2] * 2
-    check_activations(A, As, depth, weight_only)
-    device = A.device
-    for name, tensor in (("B", B), ("Bs", scales), ("As", As)):
+    weight_only = call.activation_format == "bf16"
+    scales = check_weights(call.B, call.Bs, call.gate)
+    num_experts, depth = call.B.shape[0], call.B.shape[2] * 2
+    check_activations(call.A, call.As, depth, weight_only)
+    device = call.A.device
+    for name, tensor in (("B", call.B), ("Bs", scales), ("As", call.As)):
         if tensor is not None and tensor.device != device:
             raise fault(name, f"device {device}, as A has", tensor.device)
 
-    check_index("gather_idx", gather_idx, device)
-    rows = A.shape[0] if gather_idx is None else gather_idx.shape[0]
-    check_index("expert_ids", expert_ids, device, rows)
-    check_index("scatter_idx", scatter_idx, device, rows)
+    check_index("gather_idx", call.gather_idx, device)
+    rows = (call.A if call.gather_idx is None else call.gather_idx).shape[0]
+    check_index("expert_ids", call.expert_ids, device, rows)
+    check_index("scatter_idx", call.scatter_idx, device, rows)
+    expert_start = call.expert_start
     if expert_start is not None:
         if isinstance(expert_start, torch.Tensor):
             expert_start = expert_start.contiguous()
         check_expert_start(expert_start, num_experts, device)
 
-    if weight_only and a_global_scale is not None:
+    if weight_only and call.a_global_scale is not None:
         raise fault("a_global_scale", "None with activation_format='bf16'", "a value")
     a_global = None
-    if a_global_scale is not None or As is not None:
-        a_shapes = ((num_experts,), (A.shape[0], 1))
-        a_global = normalize_global("a_global_scale", a_global_scale, A.device, a_shapes)
-    if not quantize_output and output_global_scale is not None:
+    if call.a_global_scale is not None or call.As is not None:
+        a_shapes = ((num_experts,), (call.A.shape[0], 1))
+        a_global = normalize_global("a_global_scale", call.a_global_scale, device, a_shapes)
+    if not call.quantize_output and call.output_global_scale is not None:
         raise fault("output_global_scale", "None without quantize_output", "a value")
-    b_columns = 2 if gate else 1
+    b_columns = 2 if call.gate else 1
     b_shapes = ((num_experts,), (num_experts, b_columns))
-    b_global = normalize_global("b_global_scale", b_global_scale, A.device, b_shapes)
-    output_dtype = output_dtype or (A.dtype if As is None else torch.bfloat16)
+    b_global = normalize_global("b_global_scale", call.b_global_scale, device, b_shapes)
+    output_dtype = call.output_dtype or (call.A.dtype if call.As is None else torch.bfloat16)
     if output_dtype not in FLOAT_DTYPES:
         raise TypeError(f"output_dtype: expected one of {', '.join(map(str, FLOAT_DTYPES))}, got {output_dtype}")
+    output_global = None
+    if call.quantize_output:
+        output_global = normalize_global("output_global_scale", call.output_global_scale, device, ((num_experts,),))
     return Gemm(
-        a=A,
-        a_scales=As,
+        a=call.A,
+        a_scales=call.As,
         a_global=a_global,
-        b=B,
+        b=call.B,
         b_scales=scales,
         b_global=b_global.reshape(len(b_global), -1).expand(num_experts, b_columns),
-        expert_ids=contiguous(expert_ids),
+        expert_ids=contiguous(call.expert_ids),
         expert_start=expert_start,
-        gather_idx=contiguous(gather_idx),
-        scatter_idx=contiguous(scatter_idx),
-        gate=gate,
-        alpha=1.0 if swiglu_alpha is None else as_float32("swiglu_alpha", swiglu_alpha),
-        limit=None if swiglu_limit is None else as_float32("swiglu_limit", swiglu_limit),
-        quantize_output=quantize_output,
-        output_global=normalize_global("output_global_scale", output_global_scale, A.device, ((num_experts,),))
-        if quantize_output
-        else None,
+        gather_idx=contiguous(call.gather_idx),
+        scatter_idx=contiguous(call.scatter_idx),
+        gate=call.gate,
+        alpha=1.0 if call.swiglu_alpha is None else as_float32("swiglu_alpha", call.swiglu_alpha),
+        limit=None if call.swiglu_limit is None else as_float32("swiglu_limit", call.swiglu_limit),
+        quantize_output=call.quantize_output,
+        output_global=output_global,
         output_dtype=output_dtype,
         weight_only=weight_only,
     )
