@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import csv
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from harness import COLUMNS
+from harness import COLUMNS, cpu_environment
 
 import finegrained_kernels
 
@@ -93,28 +92,6 @@ def beside_busy_core(call: Callable[[], object], threads: int, samples: int) -> 
     return tuple(several), one[1]
 
 
-def environment() -> dict[str, str]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = ""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, cwd=RESULTS.parent
-    )
-    return {
-        "device": f"{models[0] if models else platform.machine()}, 1 thread",
-        "driver": "",
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "commit": commit.stdout.strip(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV file to write")
@@ -162,7 +139,7 @@ def main() -> None:
         print(f", {roof_us / p50:.0%} of a copy", end="")
         print(f"; torch expression {baseline_us / 1e3:.1f} ms, {baseline_us / p50:.1f}x" if baseline else "")
         rows.append(
-            environment()
+            cpu_environment()
             | {"case": "qwen_gate", "variant": variant, "tokens": "", "condition": "warm"}
             | {"us_p20": f"{p20:.1f}", "us_p50": f"{p50:.1f}", "us_p80": f"{p80:.1f}"}
             | {"bytes": moved, "roof_us": f"{roof_us:.1f}"}
@@ -182,7 +159,7 @@ def main() -> None:
         row = {"case": "qwen_gate", "variant": variant, "tokens": "", "condition": "busy_core", "roof_us": ""}
         row |= {"us_p20": f"{p20:.1f}", "us_p50": f"{p50:.1f}", "us_p80": f"{p80:.1f}"}
         row |= {"bytes": wire_bytes + planes.nbytes, "baseline": "one_thread", "baseline_us": f"{one_us:.1f}"}
-        described = environment()
+        described = cpu_environment()
         described["device"] = described["device"].replace("1 thread", f"{threads} threads")
         rows.append(described | row)
     out.parent.mkdir(exist_ok=True)

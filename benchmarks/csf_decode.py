@@ -18,7 +18,7 @@ from pathlib import Path
 
 import harness
 import torch
-from scale_planes import make_planes
+from scale_planes import make_planes, moved_bytes
 
 from finegrained_kernels import load
 
@@ -33,10 +33,6 @@ ACTIVE = (0, 1, 8, 64, 256, 512)
 TINY_ACTIVE = (0, 1, 6)
 OFFSETS, SWIZZLED_OFFSETS = range(1, 16), (1, 8, 15)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def moved_bytes(planes: int, num_rows: int, num_cols: int, exceptions: int) -> int:
-    return planes * (num_rows + num_rows * num_cols * 3 // 2) + 4 * exceptions
 
 
 def routing(num_planes: int, num_active: int, seed: int = 0) -> torch.Tensor:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import harness
 import torch
-from nvfp4_gemm import get_bundle
+from cases import get_bundle
 from scale_planes import make_planes, plain_scales
 
 EXPERTS, HIDDEN, INNER, TOP_K = 512, 2560, 640, 8

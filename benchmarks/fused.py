@@ -15,17 +15,15 @@ With `_batched`, `matmul_batched`; its staged variant finds the active experts r
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import harness
 import torch
-from nvfp4_gemm import Problem, Weights, get_bundle, own_bundle, pick_device
+from cases import CASES, RESULTS, Problem, Weights, command_line, get_bundle, parse, pick_device
 from read_sweep import time_beside_roofs
 from scale_planes import PERCENT, make_planes, plain_scales
-from tune_nvfp4_gemm import CASES
 
 TOKENS = {"w4a16": (1, 8, 64, 512, 4096), "w4a16_batched": (1, 8, 64)}
 TINY_TOKENS = {"w4a16": (1, 16), "w4a16_batched": (1,)}
@@ -158,7 +156,7 @@ def compile_jobs(directory: Path | None, cases: list[str], tokens: dict[str, tup
 
 def launch_once(directory: Path | None, case: str, tokens: int, op: str, variant: str) -> None:
     torch.set_num_threads(1)
-    bundle = own_bundle(directory)
+    bundle = get_bundle(directory)
     weights = BothScales(bundle, case, CASES[case], "cuda", fill=False)
     comparison = Comparison(bundle, case, weights, tokens, op)
     comparison.call(variant)()
@@ -168,16 +166,10 @@ def launch_once(directory: Path | None, case: str, tokens: int, op: str, variant
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/fused.csv")
-    parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
+    parser = command_line(__doc__, RESULTS / "fused.csv")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--tokens", nargs="+", type=int, help="of these numbers of tokens only")
-    parser.add_argument("--bundle", type=Path, help="a built variant, where `kernels` is not installed")
-    parser.add_argument("--tiny", action="store_true", help="small shapes: does it run?")
-    arguments = parser.parse_args()
-    if not (arguments.tiny or torch.cuda.is_available()):
-        parser.error("real shapes need a CUDA device; --tiny runs without one")
+    arguments = parse(parser)
     shapes, tokens = (TINY_SHAPES, TINY_TOKENS) if arguments.tiny else (CASES, TOKENS)
     if arguments.tokens:
         tokens = {op: tuple(count for count in counts if count in arguments.tokens) for op, counts in tokens.items()}

@@ -199,6 +199,14 @@ def environment(commit: str | None) -> dict[str, str]:
     }
 
 
+def cpu_environment() -> dict[str, str]:
+    """The same of what runs on one thread of the CPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return environment(None) | {"device": f"{models[0] if models else platform.machine()}, 1 thread", "driver": ""}
+
+
 class Results:
     """Rows of one CSV file, which has each of them as soon as it is measured.
 

@@ -32,10 +32,9 @@ from types import ModuleType
 import harness
 import torch
 import torch.nn.functional as F
-from csf_decode import moved_bytes
 from prefetch_timeline import Timeline, hidden
 from read_sweep import time_beside_roofs
-from scale_planes import make_planes, plain_scales
+from scale_planes import make_planes, moved_bytes, plain_scales
 
 from finegrained_kernels import load
 

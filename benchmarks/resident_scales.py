@@ -15,7 +15,6 @@ to the bit.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -26,9 +25,8 @@ from pathlib import Path
 
 import harness
 import torch
-from nvfp4_gemm import get_bundle, own_bundle, pick_device
+from cases import RESULTS, TOP_K, command_line, get_bundle, parse, pick_device
 from scale_planes import PERCENT, make_planes, plain_scales
-from tune_nvfp4_gemm import TOP_K
 
 MIB = 1 << 20
 ROUTING_BYTES = 4 * MIB
@@ -193,7 +191,7 @@ def run_tokens(stack: Stack, tokens: int, shape: dict[str, int], case: str, resu
 def launch_once(directory: Path | None, tokens: int, is_dense: bool) -> None:
     """One layer's launches, in a process of its own, for the compiler's cache."""
     torch.set_num_threads(1)
-    stack = build_stack(own_bundle(directory), 1, QWEN, "cuda", fill=False)
+    stack = build_stack(get_bundle(directory), 1, QWEN, "cuda", fill=False)
     (layer,) = stack.scales
     if is_dense:
         layer = tuple(map(stack.bundle.decompress_nvfp4_csf_scales, layer))
@@ -204,16 +202,10 @@ def launch_once(directory: Path | None, tokens: int, is_dense: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/resident_scales.csv")
-    parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
+    parser = command_line(__doc__, RESULTS / "resident_scales.csv")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 4096])
-    parser.add_argument("--bundle", type=Path, help="a built variant, where `kernels` is not installed")
-    parser.add_argument("--tiny", action="store_true", help="small shapes: does it run?")
-    arguments = parser.parse_args()
-    if not (arguments.tiny or torch.cuda.is_available()):
-        parser.error("real shapes need a CUDA device; --tiny runs without one")
+    arguments = parse(parser)
     device, shape = pick_device(), TINY if arguments.tiny else QWEN
     case = f"{'tiny' if arguments.tiny else 'qwen'}_stack_{arguments.layers}"
     began = time.monotonic()

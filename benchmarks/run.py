@@ -21,7 +21,9 @@ ON_CPU = {"csf_cpu": [], "stored_scales": [], "checkpoint_speed": ["--gigabytes"
 """Arguments of those that run anywhere; a directory for large files is added."""
 
 FILE_NAMES = {"checkpoint_speed": "checkpoints"}
-HELPERS = {"figures", "harness", "measured", "prefetch_timeline", "read_sweep", "report", "run", "scale_planes"}
+HELPERS = {
+    *("cases", "figures", "harness", "measured", "prefetch_timeline", "read_sweep", "report", "run", "scale_planes"),
+}
 
 
 def scripts() -> list[str]:

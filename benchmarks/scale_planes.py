@@ -32,3 +32,8 @@ def plain_scales(bundle, num_planes: int, num_rows: int, num_cols: int, device: 
     codes = torch.zeros(num_planes, num_rows, num_cols // 2, **options)
     offsets = torch.zeros(num_planes * -(-num_rows * num_cols // 1024) + 1, dtype=torch.int32, device=device)
     return bundle.NVFP4CSFScales(bases, codes, offsets[:0].clone(), offsets)
+
+
+def moved_bytes(planes: int, num_rows: int, num_cols: int, exceptions: int) -> int:
+    """Read and written by decoding `planes` of them: bases, codes and exceptions, and a byte a scale."""
+    return planes * (num_rows + num_rows * num_cols * 3 // 2) + 4 * exceptions

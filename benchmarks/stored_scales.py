@@ -11,8 +11,7 @@ import argparse
 import csv
 from pathlib import Path
 
-from csf_cpu import environment
-from harness import COLUMNS
+from harness import COLUMNS, cpu_environment
 
 from finegrained_kernels import load
 from finegrained_kernels.demo import find_weights, quantizable_weights, round_trip
@@ -35,7 +34,7 @@ def main() -> None:
     }
     rows = [
         dict.fromkeys(COLUMNS, "")
-        | environment()
+        | cpu_environment()
         | {"case": "minilm", "variant": variant, "condition": "warm", "bytes": size, "baseline": "dense"}
         for variant, size in sizes.items()
     ]

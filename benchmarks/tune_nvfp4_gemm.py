@@ -14,7 +14,6 @@ import argparse
 import csv
 import dataclasses
 import importlib
-import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -27,15 +26,9 @@ from types import ModuleType
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from cases import CASES, TOP_K, load_bundle
 from scale_planes import PERCENT, make_planes
 
-TOP_K = 8
-CASES = {  # experts, N output columns, K, gated
-    "qwen_gate_up": (512, 640, 2560, True),
-    "qwen_down": (512, 2560, 640, False),
-    "glm_gate_up": (288, 2048, 4096, True),
-    "glm_down": (288, 4096, 2048, False),
-}
 SCALES = ("dense", "compressed")
 SMEM_BYTES = 227 << 10
 SMALL = [  # block_n, block_k, num_warps, num_stages
@@ -54,18 +47,6 @@ LARGE = [  # block_n, block_t, num_warps, num_stages
     (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 4),
     (128, 128, 4, 2), (128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 5), (256, 128, 8, 4),
 ]  # fmt: skip
-
-
-def load_bundle(directory: Path) -> ModuleType:
-    """A built variant, imported from its directory; several processes may do so at once."""
-    name = json.loads((directory / "metadata.json").read_text())["id"]
-    spec = importlib.util.spec_from_file_location(
-        name, directory / "__init__.py", submodule_search_locations=[str(directory)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def part(bundle: ModuleType, name: str) -> ModuleType:

@@ -14,7 +14,6 @@ that is not below ALLOWED ends the run with exit status 1, after everything is w
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib
@@ -31,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import harness  # noqa: E402
-from nvfp4_gemm import E2M1, get_bundle, pick_device  # noqa: E402
+from cases import E2M1, command_line, get_bundle, parse, pick_device  # noqa: E402
 from scale_planes import make_planes, plain_scales  # noqa: E402
 
 TOP_K, GROUP, CHECKED, ALLOWED, TINY_TOKENS = 8, 16, 6, 0.01, (1, 16)
@@ -236,9 +235,6 @@ def bench_layer(run: Run, case: str, layer: Layer) -> None:
         measure(run, case, tokens, calls, moved, layer_rows(dense, call, spread_out(tokens)))
 
 
-own_bundle = functools.lru_cache(maxsize=1)(get_bundle)
-
-
 def launch_once(directory: Path | None, case: str, tokens: int, variant: str) -> None:
     """Compile what a call takes, in a process of its own."""
     torch.set_num_threads(1)
@@ -248,7 +244,7 @@ def launch_once(directory: Path | None, case: str, tokens: int, variant: str) ->
         rows = tokens * (TOP_K if layer else 1)
         importlib.import_module("humming_peer").compile_layer(sizes, rows, layer.experts if layer else 0)
         return
-    bundle, fused = own_bundle(directory), variant == "ours_fused"
+    bundle, fused = get_bundle(directory), variant == "ours_fused"
     if layer:
         experts = make_layer(bundle, layer, fill=False)[int(fused)]
         strategy = {"strategy": "fused"} if fused else {}
@@ -264,18 +260,12 @@ def launch_once(directory: Path | None, case: str, tokens: int, variant: str) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE.parent / "results/peers.csv")
-    parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
+    parser = command_line(__doc__, HERE.parent / "results/peers.csv")
     parser.add_argument("--only", nargs="+", choices=[*WEIGHTS, *LAYERS], default=[*WEIGHTS, *LAYERS])
-    parser.add_argument("--bundle", type=Path, help="a built variant, where `kernels` is not installed")
     parser.add_argument("--seconds", type=float, default=400, help="after which no further row is begun")
     parser.add_argument("--merge", action="store_true", help="keep the file's rows of other cases")
     parser.add_argument("--compiled", action="store_true", help="what is timed was compiled before, on this machine")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, without peers: does it run?")
-    arguments = parser.parse_args()
-    if not (arguments.tiny or torch.cuda.is_available()):
-        parser.error("real shapes need a CUDA device; --tiny runs without one")
+    arguments = parse(parser)
     ends = time.monotonic() + arguments.seconds
     torch.set_grad_enabled(False)
     weights, layers = (TINY_WEIGHTS, TINY_LAYERS) if arguments.tiny else (WEIGHTS, LAYERS)
