@@ -18,7 +18,7 @@ RESULTS ?= benchmarks/local
 .PHONY: demo test test-slow test-all ready checked bundle check docs coverage compile mutation mutation-gpu bench figures wheel clean
 
 demo: bundle
-	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) -m finegrained_kernels.demo
+	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) -m finegrained_kernels demo
 
 # In minutes; what takes longer is left to test-slow.
 test: bundle

@@ -1,6 +1,28 @@
-"""``python -m finegrained_kernels``: the ``finegrained-kernels`` command."""
+"""The program ``finegrained-kernels``, which is also ``python -m finegrained_kernels``."""
 
-from finegrained_kernels.cli import app
+import os
+
+
+def main() -> None:
+    """Answer Ctrl-C first, then import all the rest, which takes seconds."""
+    try:
+        import signal
+
+        # A shell lets its background jobs ignore Ctrl-C, and Python leaves it at that.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _leave)
+    except KeyboardInterrupt:
+        _leave()
+    from finegrained_kernels.cli import app
+
+    app(prog_name="finegrained-kernels")
+
+
+def _leave(*_: object) -> None:
+    """End at once, without a traceback: nothing has begun yet, or all is done. Commands handle Ctrl-C themselves."""
+    os.write(2, b"\ninterrupted\n" if os.isatty(2) else b"interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
-    app(prog_name="finegrained-kernels")
+    main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +12,8 @@ from rich.table import Table
 
 import finegrained_kernels
 from finegrained_kernels.checkpoint import commands as checkpoint_commands
+from finegrained_kernels.checkpoint.tables import size_text
+from finegrained_kernels.terminal import errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,6 +21,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class DemoDevice(StrEnum):
+    """Where the demo works."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 STYLES = {"ok": "green", "note": "yellow", "fault": "bold red"}
 
 
@@ -46,7 +59,7 @@ def doctor() -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    with console.status("looking around"):
+    with errors(), console.status("looking around"):
         for finding in findings():
             faults += finding.state == "fault"
             mark = f"[{STYLES[finding.state]}]{finding.state}"
@@ -57,14 +70,30 @@ def doctor() -> None:
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    device: Annotated[
+        DemoDevice | None, typer.Option(help="Default: the CPU, then also a CUDA GPU if there is one.")
+    ] = None,
+    no_model: Annotated[
+        bool, typer.Option("--no-model", help="Leave out the whole model, which takes a minute or two.")
+    ] = False,
+) -> None:
     """Compress the NVFP4 scales of real trained weights, decode them through the bundle, and compare every byte."""
-    from finegrained_kernels.demo import main
+    from finegrained_kernels.demo import choose_devices, run
 
-    raise typer.Exit(main())
+    with errors():
+        exact = run(Console(highlight=False), choose_devices(device), with_model=not no_model)
+    raise typer.Exit(not exact)
+
+
+@app.command()
+def tiny_model(directory: Annotated[Path, typer.Argument(help="Where to write it: new or empty.")]) -> None:
+    """Write a small random language model to try things on: 14 MB, in bfloat16. What it generates is nonsense."""
+    from finegrained_kernels.tiny_model import write
+
+    with errors():
+        write(directory)
+    typer.echo(f"{directory}: {size_text(sum(path.stat().st_size for path in directory.iterdir()))}")
 
 
 checkpoint_commands.register(app)
-
-if __name__ == "__main__":
-    app()

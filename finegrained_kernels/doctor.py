@@ -21,6 +21,7 @@ import torch
 from huggingface_hub import constants
 
 import finegrained_kernels
+from finegrained_kernels import loader
 
 HUB_SECONDS = 5.0
 PAIRS = {"5.17": "0.16", "5.20": "0.17", "5.21": "0.17", "5.22": "0.17"}
@@ -164,7 +165,7 @@ def _bundle() -> Iterator[Finding]:
         bundle = finegrained_kernels.load()
     except Exception as error:  # whatever a bundle that is broken raises
         first, *more = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        whence = "what LOCAL_KERNELS names" if finegrained_kernels.loader.is_overridden() else "finegrained-kernels"
+        whence = "what LOCAL_KERNELS names" if loader.is_overridden() else "finegrained-kernels"
         advice = more[-1].strip() if more else f"build or install {whence} again"
         yield Finding("bundle", "fault", first, advice)
         return
@@ -177,7 +178,7 @@ def _bundle() -> Iterator[Finding]:
 
 
 def _origin(module: Path) -> str:
-    if finegrained_kernels.loader.is_overridden():
+    if loader.is_overridden():
         return "LOCAL_KERNELS"
     if Path(constants.HF_HUB_CACHE) in module.parents:
         return "the hub"

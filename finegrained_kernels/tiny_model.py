@@ -1,15 +1,12 @@
-"""A small random language model to try things on: a mixture of experts in bfloat16, with a tokenizer for plain bytes.
+"""``finegrained-kernels tiny-model``: a small random language model to try things on.
 
-python -m finegrained_kernels.tiny_model DIR
-
-What it generates is nonsense. Its weights have what matters here of trained ones: rows of different magnitude, and now
-and then a group far above its row, which becomes an exception.
+It is a mixture of experts in bfloat16, with a tokenizer for plain bytes. What it generates is nonsense, but its weights
+have what matters here of trained ones: rows of different magnitude, and now and then a group far above its row, which
+becomes an exception.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -48,9 +45,16 @@ def write(directory: str | Path, seed: int = 0) -> None:
     """Write the model (14 MB) to `directory`, as `save_pretrained` does. The same seed gives the same weights.
 
     Raises:
+        FileExistsError: the directory is not new or empty.
         ImportError: transformers is not installed.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(f"{directory}: expected a new or empty directory")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ImportError(f"{error}; pip install transformers accelerate") from error
 
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **CONFIG), dtype=torch.bfloat16)
@@ -72,23 +76,3 @@ def byte_tokenizer():  # type: ignore[no-untyped-def]  # of the tokenizers packa
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="finegrained_kernels.tiny_model", description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path, help="where to write it: new or empty")
-    directory = parser.parse_args().directory
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        print(f"error: {directory}: expected a new or empty directory", file=sys.stderr)
-        return 1
-    try:
-        write(directory)
-    except ImportError as error:
-        print(f"error: {error}; pip install transformers accelerate", file=sys.stderr)
-        return 1
-    print(f"{directory}: {sum(path.stat().st_size for path in directory.iterdir()) / 1e6:.0f} MB")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,6 +6,7 @@ python scripts/build_docs.py [--out build-docs]
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import sys
 import tempfile
@@ -36,6 +37,9 @@ def main() -> None:
         build(ROOT, Path(directory, "build"))
         Path(directory, "build", "torch-cpu").rename(Path(directory, BUNDLE))
         sys.path[:0] = [directory, str(ROOT)]
+        package = importlib.import_module(MODULES[0])
+        for name in package.__all__:
+            getattr(package, name)  # pdoc sees no name before its first use
         warnings.filterwarnings("error", module=r"pdoc\b")
         pdoc.render.configure(
             docformat="google", footer_text="finegrained-kernels", template_directory=ROOT / "scripts" / "api_pages"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from finegrained_kernels import BundleIntegrityError, BundleUnavailableError
 from finegrained_kernels import checkpoint as checkpoints
 from finegrained_kernels.checkpoint.errors import printable
 from finegrained_kernels.checkpoint.inspection import USABLE, InspectReport
@@ -22,6 +19,7 @@ from finegrained_kernels.checkpoint.output import DEFAULT_JOBS
 from finegrained_kernels.checkpoint.restoration import restored_bytes
 from finegrained_kernels.checkpoint.tables import common_algorithm, count_text, scales_table, size_text
 from finegrained_kernels.checkpoint.verification import bytes_to_check
+from finegrained_kernels.terminal import errors, progress
 
 Source = Annotated[Path, typer.Argument(help="Directory to read. It is never changed.")]
 Destination = Annotated[Path, typer.Argument(help="New or empty directory, or the one that an earlier run began.")]
@@ -51,8 +49,16 @@ _MOST_FAULTS = 20
 
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
-    for command in (compress, verify, restore, inspect, quantize, push):
-        app.command()(command)
+    commands: dict[Callable[..., None], bool] = {
+        compress: True,
+        verify: False,
+        restore: True,
+        inspect: False,
+        quantize: True,
+        push: False,
+    }
+    for command, resumes in commands.items():
+        app.command()(errors(resumes)(command))
 
 
 def compress(
@@ -72,10 +78,7 @@ def compress(
 ) -> None:
     """Compress the NVFP4 scales of a checkpoint, losslessly. Run it again to resume."""
     if dry_run:
-        with _errors():
-            plan = checkpoints.plan_compression(
-                source, include=include or (), exclude=exclude or (), data_present=False
-            )
+        plan = checkpoints.plan_compression(source, include=include or (), exclude=exclude or (), data_present=False)
         least, dense = plan.least_bytes, plan.dense_bytes
         chosen = count_text(len(plan.selected), "scale")
         typer.echo(
@@ -85,7 +88,7 @@ def compress(
         saved = f"at most {1 - shrunk / plan.source_bytes:.1%} less, by how many exceptions there are"
         typer.echo(f"the checkpoint: {size_text(plan.source_bytes)} -> {size_text(shrunk)} ({saved})")
         return
-    with _errors(), _progress("compress", _shard_bytes(source)) as progress:
+    with progress("compress", _shard_bytes(source)) as advance:
         report = checkpoints.compress(
             source,
             destination,
@@ -95,7 +98,7 @@ def compress(
             family=family,
             jobs=jobs,
             device=device,
-            progress=progress,
+            progress=advance,
         )
     if report.resumed:
         typer.echo(f"{report.resumed} of {count_text(report.shards, 'shard')} had been finished before")
@@ -119,8 +122,8 @@ def verify(
     device: Device = "cpu",
 ) -> None:
     """Check a compressed checkpoint: structure, digests, pairing, config, and every scale decoded."""
-    with _errors(), _progress("verify", bytes_to_check(checkpoint)) as progress:
-        report = checkpoints.verify(checkpoint, against=against, jobs=jobs, device=device, progress=progress)
+    with progress("verify", bytes_to_check(checkpoint)) as advance:
+        report = checkpoints.verify(checkpoint, against=against, jobs=jobs, device=device, progress=advance)
     faults = sorted(report.faults, key=lambda fault: (fault.file, fault.tensor or "", fault.message))
     for fault in faults[:_MOST_FAULTS]:
         typer.echo(f"fault: {fault}")
@@ -138,8 +141,8 @@ def verify(
 
 def restore(checkpoint: Source, destination: Destination, jobs: Jobs = DEFAULT_JOBS, device: Device = "cpu") -> None:
     """Write the original checkpoint again, every file bit for bit."""
-    with _errors(), _progress("restore", restored_bytes(checkpoint)) as progress:
-        report = checkpoints.restore(checkpoint, destination, jobs=jobs, device=device, progress=progress)
+    with progress("restore", restored_bytes(checkpoint)) as advance:
+        report = checkpoints.restore(checkpoint, destination, jobs=jobs, device=device, progress=advance)
     typer.echo(f"{count_text(report.shards, 'shard')}, {size_text(report.nbytes)}: every file has its original SHA-256")
 
 
@@ -151,12 +154,11 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit, of a hub id.")] = None,
 ) -> None:
     """Describe a checkpoint's scales, from headers alone."""
-    with _errors():
-        report = checkpoints.inspect(checkpoint, revision=revision)
-        if plot is not None:
-            from finegrained_kernels.checkpoint.plot import draw
+    report = checkpoints.inspect(checkpoint, revision=revision)
+    if plot is not None:
+        from finegrained_kernels.checkpoint.plot import draw
 
-            draw(report, plot)
+        draw(report, plot)
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
     else:
@@ -176,7 +178,7 @@ def quantize(
     device: Device = "cpu",
 ) -> None:
     """Quantize the linear layers of a BF16, F16 or F32 checkpoint to ModelOpt's NVFP4 layout."""
-    with _errors(), _progress("quantize", _shard_bytes(source)) as progress:
+    with progress("quantize", _shard_bytes(source)) as advance:
         report = checkpoints.quantize(
             source,
             destination,
@@ -186,7 +188,7 @@ def quantize(
             input_scale=input_scale,
             jobs=jobs,
             device=device,
-            progress=progress,
+            progress=advance,
         )
     typer.echo(
         f"{count_text(report.quantized, 'weight')}: {size_text(report.bytes_before)} -> {size_text(report.bytes_after)}"
@@ -200,37 +202,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Make it private, if it is created.")] = False,
 ) -> None:
     """Upload a compressed checkpoint to the hub."""
-    with _errors():
-        typer.echo(checkpoints.push(checkpoint, repo_id, revision=revision, private=private))
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    try:
-        yield
-    except (checkpoints.CheckpointError, BundleIntegrityError, BundleUnavailableError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt as error:
-        typer.echo("interrupted: run the same command again, and it goes on", err=True)
-        raise typer.Exit(130) from error
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes and their rate, on stderr, so that output can be piped. It appears with the first byte: not before
-    arguments are checked. What was finished before counts as done when all is done."""
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        task = progress.add_task(what, total=total, visible=False)
-
-        def advance(count: int) -> None:
-            done = min(progress.tasks[0].completed + count, total)
-            progress.update(task, completed=done, visible=True)
-
-        yield advance
-        if progress.tasks[0].visible:
-            progress.update(task, completed=total)
+    typer.echo(checkpoints.push(checkpoint, repo_id, revision=revision, private=private))
 
 
 def _shard_bytes(root: Path) -> int:

@@ -204,12 +204,21 @@ def test_the_layouts_are_listed(source, tmp_path):
 
 
 def test_a_bar_appears_with_the_first_byte_and_ends_full(tmp_path, source):
-    refused = CliRunner().invoke(app, ["compress", str(source), str(source / "inside")])
+    terminal = CliRunner(env={"FORCE_COLOR": "1", "COLUMNS": "80"})
+    refused = terminal.invoke(app, ["compress", str(source), str(source / "inside")])
     assert refused.exit_code == 1 and "\u2501" not in refused.stderr
     for _ in range(2):  # again: all is finished
-        result = CliRunner().invoke(app, ["compress", str(source), str(tmp_path / "small")])
+        result = terminal.invoke(app, ["compress", str(source), str(tmp_path / "small")])
         done, total = re.findall(r"([\d.]+)/([\d.]+) ", result.stderr)[-1]
         assert done == total, result.stderr
+
+
+def test_a_pipe_has_errors_and_nothing_else(tmp_path, source):
+    """No bar, nor the empty line that was left of it."""
+    assert CliRunner().invoke(app, ["compress", str(source), str(tmp_path / "small")]).stderr == ""
+    for command in ("compress", "quantize"):
+        refused = CliRunner().invoke(app, [command, str(source), str(source / "inside")])
+        assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
 
 
 def test_what_is_left_as_it_is_is_said(tmp_path):

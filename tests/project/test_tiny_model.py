@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from finegrained_kernels import tiny_model
+from finegrained_kernels.cli import app
 
 pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
-
-
-def run(monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["tiny_model", *arguments])
-    return tiny_model.main()
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path):
@@ -31,14 +28,15 @@ def test_text_survives_its_tokenizer():
     assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
 
 
-def test_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
+def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "mine").write_text("mine")
-    assert run(monkeypatch, str(tmp_path)) == run(monkeypatch, str(tmp_path / "mine")) == 1
-    assert capsys.readouterr().err.count("expected a new or empty directory") == 2
+    for path in (tmp_path, tmp_path / "mine"):
+        result = CliRunner().invoke(app, ["tiny-model", str(path)])
+        assert result.exit_code == 1 and result.stderr == f"error: {path}: expected a new or empty directory\n"
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_without_transformers(tmp_path, monkeypatch, capsys):
+def test_without_transformers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert run(monkeypatch, str(tmp_path / "model")) == 1
-    assert "pip install transformers" in capsys.readouterr().err
+    result = CliRunner().invoke(app, ["tiny-model", str(tmp_path / "model")])
+    assert result.exit_code == 1 and result.stderr.endswith("; pip install transformers accelerate\n")
