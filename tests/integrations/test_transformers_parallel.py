@@ -9,16 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
 
+import transformers
+
 from conftest import REPO_ID, ROOT
-from finegrained_kernels.checkpoint import compress
 from moe_models import hidden_states, load, write_checkpoints
-from replicas import Stored, cosine, small_config, store_fp8, store_nvfp4, write_replica
+from replica_kinds import KINDS, write_kind
+from replicas import cosine
 
 WORKER = """
 import dataclasses, json, sys
@@ -99,7 +100,9 @@ import dataclasses, json, sys
 import torch
 import torch.distributed
 sys.path[:0] = [{tests!r}, {scripts!r}]
+import transformers
 from transformers.distributed import DistributedConfig
+from finegrained_kernels.integrations.transformers import FP8Linear, nvfp4_experts, nvfp4_linears
 from moe_models import load
 
 torch.set_num_threads(1)
@@ -107,69 +110,54 @@ new = "ep_size" in {{field.name for field in dataclasses.fields(DistributedConfi
 modes = {{"tp": {{}}, "ep": {{"ep_size": {size}}} if new else {{"enable_expert_parallel": True}}}}
 ids = torch.tensor([{tokens!r}])
 results = {{}}
-for path, mode, options in {jobs!r}:
+for name, path, model_class, mode, options in {jobs!r}:
     distributed = DistributedConfig(tp_size={size}, **modes[mode])
     with torch.no_grad():
-        model = load(path, distributed_config=distributed, **options)
-        results[str((path, mode, options))] = model(ids).logits[0].tolist()
+        model = load(path, distributed_config=distributed, model_class=getattr(transformers, model_class), **options)
+        stored = [*nvfp4_linears(model), *(m for m in model.modules() if isinstance(m, FP8Linear))]
+        weights = [layer.weight for layer in stored] + [layer.gate_up_proj for layer in nvfp4_experts(model)]
+        parts = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights]
+        shares = sorted({{whole.numel() // part.numel() for whole, part in zip(weights, parts)}})
+        results[name + mode] = shares, model(ids).logits[0].tolist()
+    del model
 print(json.dumps(results))
 torch.distributed.destroy_process_group()
 """
 
-
-def write_wide(root: Path, name: str) -> Path:
-    """A replica that four processes can cut: "dense", with biases and quantized activations, or "moe", over FP8."""
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256}
-    if name == "dense":
-        said = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-        paths = write_replica(
-            root,
-            small_config("qwen2", **sizes),
-            lambda module, weight: store_nvfp4(weight, input_scale=True) if module.endswith("_proj") else None,
-            {"config.json": {"quantization_config": said}},
-        )
-    else:
-        entries = {f"model.layers.{layer}.mlp.experts": {"quant_algo": "NVFP4"} for layer in range(2)}
-        said = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": entries}
-        moe = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}
-        kinds = {"q_proj": "block", "k_proj": "channel", "v_proj": "mx", "o_proj": "block"}
-
-        def store(module: str, weight: np.ndarray) -> Stored | None:
-            if ".experts." in module:
-                return store_nvfp4(weight)
-            last = module.rpartition(".")[2]
-            return store_fp8(weight, kinds[last]) if last in kinds else None
-
-        paths = write_replica(
-            root, small_config("qwen3_moe", **sizes, **moe), store, {"config.json": {"quantization_config": said}}
-        )
-    compress(paths["dense"], root / "csf")
-    return root / "csf"
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256}
+WIDE_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+"""Sizes that four processes can cut, in pairs of 16 columns."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_whole_models_on_several_processes(bundle, bundle_dir, tmp_path, size):
-    """Linear layers cut by columns and by rows, with biases, in NVFP4 and in every kind of FP8."""
+def test_every_kind_on_several_processes(bundle, bundle_dir, tmp_path, size):
+    """Linear layers cut by columns and by rows, with biases and AWQ's scales, in NVFP4 and in FP8; experts in every
+    layout, cut or dealt out; strategies in turns."""
     pytest.importorskip("accelerate", reason="needs accelerate, without which transformers has no parallel loads")
-    dense, moe = (write_wide(tmp_path / name, name) for name in ("dense", "moe"))
-    tokens = (torch.arange(24) * 7 % 128).tolist()
-    jobs = [
-        (str(dense), "tp", {"strategy": "staged", "activation_format": "bf16"}),
-        (str(dense), "tp", {"strategy": "dense"}),
-        (str(moe), "tp", {"fp8": "dequantized"}),
-        (str(moe), "ep", {"strategy": "fused"}),
-    ]
+    tokens, jobs, paths = (torch.arange(24) * 7 % 128).tolist(), [], {}
+    for i, (name, kind) in enumerate(KINDS.items()):
+        paths[name] = write_kind(kind, tmp_path / name, **WIDE, **(WIDE_EXPERTS if kind.experts else {}))
+        form = ("csf", "dense")[i % 2]
+        for j, mode in enumerate(("tp", "ep") if kind.experts else ("tp",)):
+            options = {"strategy": ("staged", "fused", "dense", "auto")[(i + j) % 4]}
+            options |= {"fp8": "dequantized"} if kind.fp8 and mode == "tp" else {}
+            jobs.append((name, str(paths[name][form]), kind.model_class.__name__, mode, options))
+    w4a4 = {"activation_format": "nvfp4_dynamic"}
+    jobs.append((f"{jobs[-1][0]}, W4A4", *jobs[-1][1:-1], w4a4))
     support = {"tests": str(ROOT / "tests" / "support"), "scripts": str(ROOT / "scripts")}
     code = WHOLE.format(**support, tokens=tokens, size=size, jobs=jobs)
     results = run_ranks(code, size, tmp_path, LOCAL_KERNELS=f"{REPO_ID}={bundle_dir}", PYTHONPATH=str(ROOT))
     assert all(result == results[0] for result in results)
-    for path, mode, options in jobs:
+    for name, path, model_class, mode, options in jobs:
         with torch.no_grad():
-            expected = load(Path(path), **options)(torch.tensor([tokens])).logits[0]
+            model = load(Path(path), model_class=getattr(transformers, model_class), **options)
+            expected = model(torch.tensor([tokens])).logits[0]
+        shares, logits = results[0][name + mode]
+        assert size in shares, f"{name}, {mode}: nothing is cut"
         # Partial sums are rounded to bf16, which moves some of the activations that are then quantized by a whole step.
-        bound = 0.99 if options == {"strategy": "dense"} else 0.9998
-        assert cosine(torch.tensor(results[0][str((path, mode, options))]), expected) > bound, (path, mode, options)
+        bound = 0.99 if options is w4a4 else 0.9998
+        assert cosine(torch.tensor(logits), expected) > bound, (name, mode, options)
 
 
 def run_ranks(code: str, world_size: int, directory: Path, **environment: str) -> list[dict]:

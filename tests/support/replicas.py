@@ -39,20 +39,27 @@ def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.where(take, lower, upper)
 
 
-def nvfp4(values: np.ndarray, global_scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes uint8 `[.., K]` and scale bytes uint8 `[.., K / 16]` of float32 `[.., K]`."""
+def nvfp4(values: np.ndarray, global_scale: np.ndarray, *, smallest: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Codes uint8 `[.., K]` and scale bytes uint8 `[.., K / 16]` of float32 `[.., K]`.
+
+    Args:
+        global_scale: one, or one a row.
+        smallest: the least scale byte.
+    """
     groups = values.reshape(*values.shape[:-1], -1, 16).astype(np.float32)
-    amax = np.abs(groups).max(-1)
-    scales = nearest(np.float32(amax / np.float32(6)) / np.float32(global_scale), POSITIVE_E4M3).astype(np.uint8)
-    steps = (E4M3[scales] * np.float64(global_scale))[..., None]
-    quotient = np.divide(np.abs(groups), steps, out=np.zeros(groups.shape), where=steps > 0)
-    codes = nearest(quotient, E2M1[:8].astype(np.float64)) + 8 * np.signbit(groups)
+    global_scale = np.float32(global_scale)
+    # In float32 and in ModelOpt's order, as ties are not rare among bf16 values.
+    ratios = np.abs(groups).max(-1) / (np.float32(6) * global_scale)
+    scales = np.maximum(nearest(ratios, POSITIVE_E4M3), smallest).astype(np.uint8)
+    steps = (E4M3[scales].astype(np.float32) * global_scale)[..., None]
+    quotient = np.divide(np.abs(groups), steps, out=np.zeros_like(groups), where=steps > 0)
+    codes = nearest(quotient, E2M1[:8]) + 8 * np.signbit(groups)
     return codes.astype(np.uint8).reshape(values.shape), scales
 
 
-def dequantized(codes: np.ndarray, scales: np.ndarray, global_scale: float) -> np.ndarray:
-    values = E2M1[codes].reshape(*codes.shape[:-1], -1, 16) * E4M3[scales][..., None] * np.float64(global_scale)
-    return values.reshape(codes.shape)
+def dequantized(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.ndarray) -> np.ndarray:
+    steps = E4M3[scales] * np.float64(global_scale)
+    return (E2M1[codes].reshape(*codes.shape[:-1], -1, 16) * steps[..., None]).reshape(codes.shape)
 
 
 @dataclasses.dataclass
@@ -215,15 +222,41 @@ def cosine(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(actual.double().flatten(), expected.double().flatten(), dim=0))
 
 
-def quantize_activations(values: torch.Tensor, global_scale: float = INPUT_SCALE) -> np.ndarray:
-    """float64 `[M, K]`: what is left of the values in NVFP4 with a calibrated global scale."""
-    return dequantized(*nvfp4(values.float().numpy(), np.float32(global_scale)), np.float32(global_scale))
+def quantize_activations(values: torch.Tensor, global_scale: float | None = INPUT_SCALE) -> np.ndarray:
+    """float64 `[M, K]`: what is left of the values in NVFP4 with a calibrated global scale, or, None, with each row's.
+
+    The scale of 16 activations is never 0.
+    """
+    rows = values.float().numpy()
+    amax = np.abs(rows).max(-1, keepdims=True)
+    own = np.float32(global_scale) if global_scale else np.where(amax, amax / np.float32(2688), np.float32(1))
+    return dequantized(*nvfp4(rows, own, smallest=1), own)
 
 
-def product(values: torch.Tensor, weight: torch.Tensor, quantize: bool = True) -> torch.Tensor:
+def assert_is_product(
+    out: torch.Tensor, activations: np.ndarray, weight: np.ndarray, bias: torch.Tensor | None
+) -> None:
+    """``out [M, N]`` is `activations @ weight.T + bias`, summed in float32 and rounded to the dtype of ``out``.
+
+    A sum of K products of float32 is off by at most K / 2^24 of the sum of their magnitudes; scales and the float32
+    weights of a replica add a few roundings, then the result is rounded to the dtype, with a bias once more.
+    """
+    expected, size = activations @ weight.T, np.abs(activations) @ np.abs(weight).T
+    half_step = torch.finfo(out.dtype).eps / 2
+    bound = (activations.shape[1] + 8) * 2.0**-24 * size + half_step * np.abs(expected)
+    if bias is not None:
+        expected = expected + bias.double().numpy()
+        bound = bound + half_step * (np.abs(expected) + bound)
+    excess = np.abs(out.double().numpy() - expected) - bound * 1.01
+    assert excess.max() <= 1e-30, f"{(excess > 0).mean():.2%} are off, by {excess.max():.3g}"
+
+
+def product(
+    values: torch.Tensor, weight: torch.Tensor, quantize: bool = True, global_scale: float | None = INPUT_SCALE
+) -> torch.Tensor:
     """`[M, N]` in the values' dtype, of activations that are quantized first, or not."""
     rows = values.reshape(-1, values.shape[-1])
-    flat = quantize_activations(rows) if quantize else rows.double().numpy()
+    flat = quantize_activations(rows, global_scale) if quantize else rows.double().numpy()
     return torch.from_numpy(flat @ weight.double().numpy().T).to(values.dtype).view(*values.shape[:-1], -1)
 
 
@@ -240,16 +273,19 @@ def quantizing_model(paths: dict[str, Path], is_quantized: Callable[[str], bool]
         elif hasattr(module, "gate_up_proj") and is_quantized(name):
             names = ("gate_proj", "up_proj", "down_proj")
             weights = [[floats[f"{name}.{e}.{n}.weight"] for n in names] for e in range(len(module.gate_up_proj))]
-            module.forward = lambda x, index, top, weights=weights: _experts(x, index, top, weights)
+            module.forward = lambda x, index, top, weights=weights: experts_product(x, index, top, weights)
     return model
 
 
-def _experts(x: torch.Tensor, index: torch.Tensor, top: torch.Tensor, weights: list) -> torch.Tensor:
+def experts_product(
+    x: torch.Tensor, index: torch.Tensor, top: torch.Tensor, weights: list, global_scale: float | None = INPUT_SCALE
+) -> torch.Tensor:
+    """What experts make of ``x [M, K]``, by the float weights of gate, up and down of each, W4A4."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, choice in np.ndindex(*index.shape):
         gate, up, down = weights[index[token, choice]]
-        inner = quantize_activations(x[token : token + 1])
+        inner = quantize_activations(x[token : token + 1], global_scale)
         gate, up = (inner @ w.double().numpy().T for w in (gate, up))
         inner = torch.from_numpy(gate / (1 + np.exp(-gate)) * up).to(x.dtype)
-        out[token] += float(top[token, choice]) * product(inner, down)[0].double()
+        out[token] += float(top[token, choice]) * product(inner, down, True, global_scale)[0].double()
     return out.to(x.dtype)
