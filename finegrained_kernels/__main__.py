@@ -13,6 +13,10 @@ def main() -> None:
             signal.signal(signal.SIGINT, _leave)
     except KeyboardInterrupt:
         _leave()
+    import warnings
+
+    # Of torch, which we use without.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from finegrained_kernels.cli import app
 
     app(prog_name="finegrained-kernels")

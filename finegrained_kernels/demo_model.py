@@ -35,7 +35,8 @@ def installed_model() -> Path | None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' progress bars, and its remarks on configs that are merged."""
+    """Without transformers' progress bars, and its remarks on configs that are merged. Inside a `status`, which prints
+    above itself what goes to stderr."""
     import transformers
 
     level = transformers.logging.get_verbosity()
@@ -79,9 +80,9 @@ def say(directory: Path, strategy: str, device: str) -> str:
 def run(console: Console, gguf: Path, device: str) -> list[str]:
     """Quantize, compress, verify, load and generate, and print the report. Returns what went wrong."""
     begin = time.perf_counter()
-    with TemporaryDirectory() as folder, quietly():
+    with TemporaryDirectory() as folder:
         bf16, nvfp4, csf = (Path(folder, name) for name in ("bf16", "nvfp4", "nvfp4-csf"))
-        with console.status("read the model"):
+        with console.status("read the model"), quietly():
             write_bf16(gguf, bf16)
         with console.status("quantize, compress and verify it"):
             quantize(bf16, nvfp4)
@@ -96,7 +97,7 @@ def run(console: Console, gguf: Path, device: str) -> list[str]:
         )
         # Sums of two orders on some GPUs: the reader compares the texts, `verify` compared the bytes.
         for strategy in STRATEGIES:
-            with console.status(f"generate, {strategy} scales"):
+            with console.status(f"generate, {strategy} scales"), quietly():
                 text = say(csf, strategy, device)
             console.print(f"on {strategy} scales it says: {text!r}")
     seconds = f"{time.perf_counter() - begin:.0f} s on {device}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -85,8 +84,8 @@ def compress(
             f"{chosen} of {len(plan.planes)} would be compressed: {size_text(dense)} -> {size_text(least)} or more"
         )
         shrunk = plan.source_bytes - dense + least
-        saved = f"at most {1 - shrunk / plan.source_bytes:.1%} less, by how many exceptions there are"
-        typer.echo(f"the checkpoint: {size_text(plan.source_bytes)} -> {size_text(shrunk)} ({saved})")
+        saved = f"at most {1 - shrunk / plan.source_bytes:.1%} less: exceptions add to it"
+        typer.echo(f"the checkpoint: {size_text(plan.source_bytes)} -> {size_text(shrunk)} or more ({saved})")
         return
     with progress("compress", _shard_bytes(source)) as advance:
         report = checkpoints.compress(
@@ -211,20 +210,25 @@ def _shard_bytes(root: Path) -> int:
 
 def _print_report(report: InspectReport, layers: bool) -> None:
     # Names are a stranger's: brackets in them are no markup, and what is not printable does not reach the terminal.
-    width = 140 if layers and not sys.stdout.isatty() else None
-    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    console = Console(highlight=False, markup=False, emoji=False)
     counts = f"{count_text(report.shards, 'shard')}, {count_text(report.tensors, 'tensor')}"
     common = common_algorithm(report.scales)
     console.print(f"{printable(report.name)}: {report.layout}, {counts}" + (f", {printable(common)}" if common else ""))
-    console.print(scales_table(report.scales, layers))
-    sizes = f"{size_text(report.stored_bytes)} stored, {size_text(report.dense_bytes)} with dense scales"
-    console.print(f"tensors: {sizes}, {size_text(report.least_bytes)} or more with all NVFP4 scales compressed")
+    sizes = f"{size_text(report.stored_bytes)} stored"
+    if report.scales:
+        console.print(scales_table(report.scales, layers))
+        sizes += f", {size_text(report.dense_bytes)} with dense scales"
+        sizes += f", {size_text(report.least_bytes)} or more with all NVFP4 scales compressed"
+    else:
+        console.print("NVFP4 scales: none; to make some: finegrained-kernels quantize")
+    console.print(f"tensors: {sizes}")
     for other in report.others:
         weights = count_text(other.weights, "weight")
         console.print(f"{other.kind}: {weights} in {printable(other.format)}, {size_text(other.nbytes)}")
     if report.kv_cache:
         console.print(f"KV cache: {printable(report.kv_cache)}")
-    console.print(f"tensor-parallel sizes that work: {', '.join(map(str, report.tp_sizes)) or 'none'}")
+    if report.scales:
+        console.print(f"tensor-parallel sizes that work: {', '.join(map(str, report.tp_sizes)) or 'none'}")
     fits = ", ".join(f"{counts['stored']} x {gib} GiB" for gib, counts in report.fits.items())
     console.print(f"GPUs that hold it, with {USABLE:.0%} of their memory: {fits}")
     for fault in report.faults:

@@ -29,6 +29,8 @@ from finegrained_kernels.checkpoint.quantization_config import (
 ENCODING = "weight_scale_encoding"
 CSF = "csf"
 WEIGHTS = "transformers_weights"
+UNMARKED = "has compressed scales, but is not marked as compressed"
+MARKED_ONLY = "is marked as compressed, but has no compressed scale"
 NOTICE = "compressed scales: pip install finegrained-kernels, import finegrained_kernels.integrations.transformers"
 """What config.json has as `transformers_weights`, the name of a weights file. Without that import transformers looks
 for the file and fails, with its name in the message; the integration knows better."""

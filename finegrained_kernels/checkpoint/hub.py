@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, SafetensorsParsingError
 
-from finegrained_kernels.checkpoint.config import marked_layers
+from finegrained_kernels.checkpoint.config import MARKED_ONLY, UNMARKED, marked_layers
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, TensorInfo, check_tensors
 from finegrained_kernels.checkpoint.layouts import (
@@ -105,10 +105,10 @@ def push(
     marked, faults = marked_layers(opened.config)
     raise_faults(opened.faults + faults)
     compressed = {plane.layer_module for plane in opened.planes.values() if plane.compressed}
-    if not compressed or compressed != marked:
-        raise CheckpointError(
-            [Fault(CONFIG, None, f"marks {len(marked)} modules, but {len(compressed)} are compressed")]
-        )
+    if not compressed and not marked:
+        raise CheckpointError(f"{root} is not compressed; do that first: finegrained-kernels compress")
+    raise_faults(Fault(CONFIG, module, UNMARKED) for module in sorted(compressed - marked))
+    raise_faults(Fault(CONFIG, module, MARKED_ONLY) for module in sorted(marked - compressed))
     path = root / CARD
     card = path.read_bytes() if path.exists() else b""
     add_section = opened.layout.kind == HF_LAYOUT and not has_section(card)  # of a container, SHA256SUMS has each file

@@ -116,7 +116,7 @@ def _read_job(root: Path) -> Job:
         raise CheckpointError(message)
     job = read_job(root)
     if job is None:
-        raise CheckpointError(f"{root} has no {DIGESTS}: which bytes its files had before is not known")
+        raise CheckpointError(f"{root} has no {DIGESTS}/: it was not made by compress, so there is nothing to restore")
     return job
 
 

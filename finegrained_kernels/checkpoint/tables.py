@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from rich import box
 from rich.table import Table
@@ -31,19 +32,28 @@ def common_algorithm(scales: Sequence[ScaleStats]) -> str | None:
 
 def scales_table(scales: Sequence[ScaleStats], layers: bool = False) -> Table:
     """A row for each kind of layer and projection, or with ``layers`` for each layer."""
+    prefix = common_prefix([stats.layer for stats in scales]) if layers else ""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("scales", overflow="fold")
+    table.add_column(printable(f"scales of {prefix}*") if prefix else "scales", overflow="fold")
     for name in ("layers", "planes", "each", "dense", "stored", "exceptions"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in by_layer(scales) if layers else by_kind(scales, common_algorithm(scales)):
-        table.add_row(*row)
+        if not (layers and name == "layers"):
+            table.add_column(name, justify="right", no_wrap=True)
+    if layers:
+        for stats in scales:
+            name, _, *cells = _row(f"{stats.layer.removeprefix(prefix)}.{stats.projection}", [stats])
+            table.add_row(name, *cells)
+    else:
+        for row in by_kind(scales, common_algorithm(scales)):
+            table.add_row(*row)
     return table
 
 
-def by_layer(scales: Sequence[ScaleStats]) -> Iterator[tuple[str, ...]]:
-    """A row for each layer and projection."""
-    for stats in scales:
-        yield _row(f"{stats.layer}.{stats.projection}", [stats])
+def common_prefix(names: Sequence[str]) -> str:
+    """What several names begin with, up to a dot: a screen has room for the rest."""
+    if len(set(names)) < 2:
+        return ""
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, columns))
 
 
 def by_kind(scales: Sequence[ScaleStats], common: str | None) -> Iterator[tuple[str, ...]]:

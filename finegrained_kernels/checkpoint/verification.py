@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from threading import Event
 from typing import Any
 
-from finegrained_kernels.checkpoint.config import NOTICE, WEIGHTS, dump_json, marked_layers
+from finegrained_kernels.checkpoint.config import MARKED_ONLY, NOTICE, UNMARKED, WEIGHTS, dump_json, marked_layers
 from finegrained_kernels.checkpoint.contents import ContentCheck
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.layouts import (
@@ -146,9 +146,9 @@ def _config_faults(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[Fault]
     yield from faults
     compressed = {plane.layer_module for plane in checkpoint.planes.values() if plane.compressed}
     for module in sorted(compressed - marked):
-        yield Fault(CONFIG, module, "has compressed scales, but is not marked as compressed")
+        yield Fault(CONFIG, module, UNMARKED)
     for module in sorted(marked - compressed) if not damaged else ():  # their scales may be in a damaged shard
-        yield Fault(CONFIG, module, "is marked as compressed, but has no compressed scale")
+        yield Fault(CONFIG, module, MARKED_ONLY)
 
 
 def _read_records(root: Path) -> tuple[Job | None, list[Record], list[Fault]]:

@@ -16,6 +16,7 @@ from conftest import untraced
 from finegrained_kernels.checkpoint import CheckpointError, compress, inspect
 from finegrained_kernels.checkpoint.headers import build_header
 from finegrained_kernels.checkpoint.layouts import without_gc
+from finegrained_kernels.checkpoint.tables import common_prefix
 from finegrained_kernels.cli import app
 
 pytestmark = pytest.mark.usefixtures("bundle")
@@ -154,7 +155,9 @@ def test_the_commands_work_together(source, tmp_path):
     assert checkpoints.tree(out) == before == checkpoints.tree(source)
     table = run("inspect", small)
     assert "experts down_proj" in table and max(map(len, table.splitlines())) <= 80
-    assert "model.layers.1.mlp.experts" in run("inspect", small, "--layers")
+    layers = run("inspect", small, "--layers")
+    assert "scales of model.layers.*" in layers and "\n 1.mlp.experts.up_proj " in layers
+    assert max(map(len, layers.splitlines())) <= 80
     assert "tensor-parallel sizes that work: 1, 2, 4" in table
     assert json.loads(run("inspect", small, "--json")) == json.loads(json.dumps(inspect(small).to_json()))
     plain = checkpoints.write_checkpoint(tmp_path / "plain", checkpoints.minilm_moe(layers=1), checkpoints.CONFIG)
@@ -196,6 +199,29 @@ def test_many_faults_are_counted_in_one_order(source, tmp_path):
     lines = outputs.pop().splitlines()
     assert len([line for line in lines if line.startswith("fault: ")]) == 20
     assert lines[-2].startswith("and ") and lines[-2].endswith(" faults more")
+
+
+def test_a_model_without_nvfp4(tmp_path):
+    """No empty table, and no tensor-parallel sizes of nothing."""
+    plain = checkpoints.write_checkpoint(tmp_path / "plain", checkpoints.minilm_moe(layers=1), checkpoints.CONFIG)
+    said = run("inspect", plain)
+    assert "NVFP4 scales: none; to make some: finegrained-kernels quantize" in said
+    assert "compressed" not in said and "tensor-parallel" not in said
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        ([], ""),
+        (["model.layers.0.mlp"], ""),
+        (["model.layers.0.mlp", "model.layers.10.mlp"], "model.layers."),
+        (["a.0.x.b", "a.1.x.b"], "a."),
+        (["a.b", "a.b.c"], "a."),
+        (["a", "b"], ""),
+    ],
+)
+def test_what_names_share(names, shared):
+    assert common_prefix(names) == shared
 
 
 def test_the_layouts_are_listed(source, tmp_path):

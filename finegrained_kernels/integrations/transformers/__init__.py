@@ -4,10 +4,18 @@ Importing tells transformers how to load checkpoints whose experts or other weig
 compressed-tensors', with dense or with compressed scales. See docs/transformers.md.
 """
 
-from finegrained_kernels.integrations.transformers.config import NVFP4CSFConfig
-from finegrained_kernels.integrations.transformers.experts import NVFP4ExpertsModule, nvfp4_experts, set_scale_strategy
-from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP4Linear, nvfp4_linears
-from finegrained_kernels.integrations.transformers.registration import register
+try:
+    from finegrained_kernels.integrations.transformers.config import NVFP4CSFConfig
+    from finegrained_kernels.integrations.transformers.experts import (
+        NVFP4ExpertsModule,
+        nvfp4_experts,
+        set_scale_strategy,
+    )
+    from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP4Linear, nvfp4_linears
+    from finegrained_kernels.integrations.transformers.registration import register
+except ImportError as error:
+    advice = "needs transformers 5.17 or newer, and accelerate: pip install transformers accelerate"
+    raise ImportError(f"{__name__} {advice} ({error})", name=error.name) from error
 
 register()
 
