@@ -1,0 +1,244 @@
+"""The words of every message about a config, a name, or what is asked for: a table of what is wrong and message."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoints
+from damage import EXPERTS, FIXED, WORDS, Change, edit, layers, of_one_name, shard_of, tensor
+from finegrained_kernels.checkpoint import (
+    CheckpointError,
+    compress,
+    inspect,
+    load_layer_globals,
+    load_layer_scales,
+    quantize,
+    restore,
+)
+from finegrained_kernels.checkpoint.paths import check_inside
+from finegrained_kernels.checkpoint.quantization_config import read_quantization
+
+pytestmark = pytest.mark.usefixtures("bundle")
+
+
+@pytest.fixture(scope="module")
+def made(bundle, tmp_path_factory) -> Path:
+    """A checkpoint, and its compressed forms, named after their layouts."""
+    root = tmp_path_factory.mktemp("messages")
+    tensors = checkpoints.random_moe(layers=1, experts=2)
+    checkpoints.write_checkpoint(root / "source", tensors, checkpoints.MODELOPT_CONFIG, shard_of=shard_of)
+    for layout in ("hf", "container"):
+        compress(root / "source", root / layout, layout=layout)
+    return root
+
+
+def section(method: str, **keys: object) -> dict:
+    return {"quantization_config": {"quant_method": method, **keys}}
+
+
+def modelopt(**keys: object) -> dict:
+    return section("modelopt", **{"quant_algo": "NVFP4", **keys})
+
+
+def groups(**group: object) -> dict:
+    return section("compressed-tensors", config_groups={"g": group})
+
+
+CONFIGS: list[tuple[str, dict]] = [
+    ("quantization_config: expected an object, got 3", {"quantization_config": 3}),
+    (
+        "differs from a_config.quantization_config: which of them is meant is not known",
+        {"a_config": modelopt(), "b_config": modelopt(quant_algo="FP8")},
+    ),
+    ("quant_method: 'zip', expected one of modelopt, compressed-tensors, fp8, mxfp8", section("zip")),
+    ("quantized_layers: missing: MIXED_PRECISION says nothing without it", modelopt(quant_algo="MIXED_PRECISION")),
+    ("config_groups: missing: nothing says which layers are quantized, and how", section("modelopt")),
+    ("quantized_layers: expected an object, got 3", modelopt(quantized_layers=3)),
+    ("quantized_layers.x: expected an object, got 3", modelopt(quantized_layers={"x": 3})),
+    ("quant_algo: 'NVFP5', expected one of NVFP4, ", modelopt(quant_algo="NVFP5")),
+    ("pre_quant_scale: expected true or false, got 3", modelopt(pre_quant_scale=3)),
+    ("group_size: 32: NVFP4 has a scale for 16 weights", modelopt(group_size=32)),
+    ("config_groups: expected an object, got 3", section("compressed-tensors", config_groups=3)),
+    ("config_groups.g: expected an object, got 3", section("compressed-tensors", config_groups={"g": 3})),
+    ("config_groups.g.targets: expected a list of names, got 3", groups(targets=3)),
+    ("config_groups.g.weights: expected an object, got 3", groups(weights=3)),
+    ("format: expected a text, got 3", groups(weights={}, format=3)),
+    ("config_groups.g.weights.num_bits: expected a number, got 'four'", groups(weights={"num_bits": "four"})),
+    ("config_groups.g.weights.num_bits: missing: how weights are stored is not known", groups(weights={})),
+    (
+        "config_groups.g.input_activations.dynamic: expected true, false or 'local', got 'x'",
+        groups(weights={"num_bits": 4}, input_activations={"dynamic": "x"}),
+    ),
+    ("weight_block_size: expected rows and columns of a block, got 'x'", section("fp8", weight_block_size="x")),
+    ("activation_scheme: expected 'dynamic' or 'static', got 'x'", section("fp8", activation_scheme="x")),
+    ("kv_cache_quant_algo: expected a text, got 3", modelopt(kv_cache_quant_algo=3)),
+    ("kv_cache_scheme: expected an object, got 3", modelopt(kv_cache_scheme=3)),
+    ("ignore: '(' is not a regular expression: ", modelopt(ignore=["re:("])),
+]
+
+
+@pytest.mark.parametrize(("message", "config"), CONFIGS, ids=[message[:50] for message, _ in CONFIGS])
+def test_of_a_config(message, config):
+    with pytest.raises(CheckpointError) as caught:
+        read_quantization(config)
+    assert message in str(caught.value) and str(caught.value).startswith("config.json: ")
+
+
+def test_hf_quant_config_is_named():
+    with pytest.raises(CheckpointError, match=r"^hf_quant_config\.json: quantization: expected an object, got 3$"):
+        read_quantization(None, {"quantization": 3})
+
+
+def test_a_format_without_a_name_is_described(made, tmp_path):
+    """With the tensors NVFP4, and the config saying otherwise."""
+    source = Path(shutil.copytree(made / "source", tmp_path / "source"))
+    groups = {"g": {"weights": {"num_bits": 3, "type": "int"}, "format": "pack-quantized"}}
+    section = {"quant_method": "compressed-tensors", "config_groups": groups}
+    edit("config.json", lambda config: config.update(quantization_config=section))(source)
+    (fault, *_) = inspect(source).faults
+    said = "but pack-quantized of 3-bit int, strategy tensor by the config: no loader can tell which is right"
+    assert f"NVFP4 by its tensors, {said}" in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (3, "is not a text"),
+        ("", "is empty"),
+        ("\ud800", "is not valid Unicode"),
+        ("a\nb", "has a control character"),
+        ("/etc/passwd", "is not a path inside the checkpoint, with forward slashes"),
+        ("a/../../b", "is not a path inside the checkpoint, in its plain form"),
+        ("a" * 5000, "is too long"),
+    ],
+    ids=lambda value: str(value)[:12].encode("ascii", "replace").decode(),
+)
+def test_of_a_name(name, problem):
+    with pytest.raises(CheckpointError) as caught:
+        check_inside(name, "x.json")
+    assert str(caught.value).startswith("x.json: names the file ") and str(caught.value).endswith(f", which {problem}")
+
+
+def test_of_what_is_asked_for(made, tmp_path):
+    source, out = made / "source", tmp_path / "out"
+    for message, call in {
+        "must be separate directories, none inside the other": lambda: compress(source, source / "inside"),
+        "out cannot be made: Not a directory": lambda: compress(source, made / "hf" / "config.json" / "out"),
+        "jobs must be at least 1, got 0": lambda: compress(source, out, jobs=0),
+        "device 'meta' cannot be used: expected cpu or cuda": lambda: compress(source, out, device="meta"),
+        "device 'x' cannot be used: ": lambda: compress(source, out, device="x"),
+        "layout must be 'hf' or 'container', got 'x'": lambda: compress(source, out, layout="x"),
+        "no pattern matches any of its 7 NVFP4 scales, as ": lambda: compress(source, out, include=["x"]),
+        "has no csf_digests/: it was not made by compress, so there is nothing to restore": lambda: restore(
+            source, out
+        ),
+        "scales must be 'amax' or 'mse', got 'x'": lambda: quantize(source, out, scales="x"),
+        "input_scale must be a finite number above 0, got 0": lambda: quantize(source, out, input_scale=0),
+        "has a quantization_config: the checkpoint is quantized already": lambda: quantize(source, out),
+        "is not a directory": lambda: compress(made / "absent", out),
+        "absent: no such directory, and no hub id (org/name)": lambda: inspect(made / "absent"),
+    }.items():
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        assert message in str(caught.value)
+        assert not out.exists()
+
+
+def test_of_a_container(made, tmp_path):
+    source = Path(shutil.copytree(made / "source", tmp_path / "source"))
+    edit("config.json", lambda config: config.pop("model_type"))(source)
+    with pytest.raises(CheckpointError, match="has no model_type: name the container's family"):
+        compress(source, tmp_path / "out", layout="container")
+    of_one_name(source)
+    with pytest.raises(CheckpointError, match="a container needs shards of different names, got "):
+        compress(source, tmp_path / "out", layout="container", family="x")
+
+
+def test_of_a_model_that_is_quantized_otherwise(tmp_path):
+    tensors = {}
+    for i in range(5):
+        tensors[f"model.layers.{i}.mlp.up_proj.weight"] = torch.zeros(32, 64).to(torch.float8_e4m3fn)
+        tensors[f"model.layers.{i}.mlp.up_proj.weight_scale"] = torch.ones(())
+    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.CONFIG)
+    said = r"has no NVFP4 scales; quantized otherwise are model\.layers\.0\.mlp\.up_proj\.weight: FP8, .* and \d more$"
+    with pytest.raises(CheckpointError, match=said):
+        compress(source, tmp_path / "out")
+
+
+def test_of_quantizing(tmp_path):
+    weight = {"model.layers.0.mlp.up_proj.weight": torch.ones(32, 64)}
+    source = checkpoints.write_checkpoint(tmp_path / "source", weight, checkpoints.CONFIG)
+    with pytest.raises(CheckpointError, match="no weight of a linear layer is asked for"):
+        quantize(source, tmp_path / "out", include=["x"])
+    (source / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="does not exist: it is where quantized layers are named"):
+        quantize(source, tmp_path / "out")
+
+
+def test_of_restoring(made, tmp_path):
+    small = Path(shutil.copytree(made / "hf", tmp_path / "small"))
+    (small / "tokenizer.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="its copy is missing or has changed: SHA-256 is not "):
+        restore(small, tmp_path / "out")
+    tensor(WORDS, None)(small)
+    with pytest.raises(CheckpointError, match="unpaired: the checkpoint has no "):
+        restore(small, tmp_path / "out2")
+
+
+SLICES: list[tuple[str, Change | None, dict]] = [
+    ("projection must be gate_proj, up_proj, down_proj or gate_up_proj, got 'x'", None, {"projection": "x"}),
+    ("gate_up_proj needs an order, one of gate_up, up_gate; got None", None, {"projection": "gate_up_proj"}),
+    ("order is for gate_up_proj, got 'gate_up' with up_proj", None, {"order": "gate_up"}),
+    ("layer 7 of ", None, {"layer": 7}),
+    ("means no layer of NVFP4 experts: name one module", None, {"layer": 7}),
+    ("experts must name at least one", None, {"experts": []}),
+    ("no NVFP4 scales for up_proj of experts [5]; it has down_proj, gate_proj, up_proj", None, {"experts": [5]}),
+    ("tp_rank must be from 0 to tp_size - 1, got 2 of 2", None, {"tp_rank": 2, "tp_size": 2}),
+    ("64 rows cannot be cut into 3 parts of a multiple of 16; tp_size can be 1, 2, 4", None, {"tp_size": 3}),
+    ("has compressed scales, but is not marked as compressed", layers(lambda table: table.pop(EXPERTS)), {}),
+    ("a base is above 240", tensor(FIXED, torch.full((4, 48), 255, dtype=torch.uint8)), {}),
+    (
+        "exceptions are out of order, or beyond a plane of 64 x 4",
+        tensor(WORDS, torch.tensor([9, 3]).to(torch.uint32)),
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "change", "options"), SLICES, ids=[row[0][:50] for row in SLICES])
+def test_of_slices(made, tmp_path, message, change, options):
+    small = Path(shutil.copytree(made / "hf", tmp_path / "small"))
+    if change is not None:
+        change(small)
+    with pytest.raises(CheckpointError) as caught:
+        load_layer_scales(small, **{"layer": 0, "projection": "up_proj", **options})
+    assert message in str(caught.value)
+
+
+def test_of_slices_of_unlike_experts(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+
+    def model(name: str, shapes: dict[str, tuple[int, int]]) -> Path:
+        tensors: checkpoints.Tensors = {}
+        for module, shape in shapes.items():
+            tensors |= checkpoints.nvfp4_module(f"{EXPERTS}.{module}", *shape, generator)
+        return checkpoints.write_checkpoint(tmp_path / name, tensors, checkpoints.MODELOPT_CONFIG)
+
+    missing = model("missing", {"0.up_proj": (64, 64), "2.up_proj": (64, 64)})
+    with pytest.raises(CheckpointError, match=f"{EXPERTS}: expert 1 is missing of those up to 2"):
+        load_layer_scales(missing, 0, "up_proj")
+    unlike = model("unlike", {"0.up_proj": (64, 64), "1.up_proj": (32, 64)})
+    with pytest.raises(CheckpointError, match=r"1\.up_proj.*: 32 x 4, but .*0\.up_proj.*: 64 x 4"):
+        load_layer_scales(unlike, 0, "up_proj")
+    halves = model("halves", {"0.up_proj": (64, 64), "0.gate_proj": (32, 64)})
+    with pytest.raises(
+        CheckpointError, match=r"64 x 4, but .*: 32 x 4; gate and up are stacked only if they are alike"
+    ):
+        load_layer_scales(halves, 0, "gate_up_proj", order="gate_up")
+    tensor(f"{EXPERTS}.0.up_proj.weight_scale_2", torch.tensor(-1.0), "model.safetensors")(unlike)
+    with pytest.raises(CheckpointError, match=r"is -1\.0, which is no scale: expected a finite number, not negative"):
+        load_layer_globals(unlike, 0, "up_proj")
