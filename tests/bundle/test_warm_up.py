@@ -5,12 +5,14 @@ Here it compiles for an H200, which it is told about: no GPU is there, and its w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,37 @@ def test_a_worker_that_fails_says_why(bundle, warming, monkeypatch):
         bundle.warm_up(make_experts(bundle), tokens=[1], formats=["bf16"], max_workers=1)
 
 
+def states_of_group(leader: int) -> set[str]:
+    states = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            states |= {state} if group == str(leader) else set()
+    return states
+
+
+def test_an_interruption_ends_every_process(bundle, warming, monkeypatch):
+    started: list[subprocess.Popen] = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    def interrupt(done: int, total: int) -> None:
+        assert 0 < done < total
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with pytest.raises(KeyboardInterrupt):
+        bundle.warm_up(make_experts(bundle), tokens=[1, 100], max_workers=2, progress=interrupt)
+    (process,) = started
+    ends = time.monotonic() + 30
+    while states_of_group(process.pid) - {"Z"} and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert states_of_group(process.pid) <= {"Z"}
+
+
 SCRIPT = f"""
 import importlib, subprocess
 from pathlib import Path
@@ -81,7 +114,7 @@ warming._gpu_of, warming._facts_of = lambda layers, device: torch.device("cuda",
 weight = torch.empty(64, 64, dtype=torch.uint8, device="meta")
 scales = torch.empty(64, 8, dtype=torch.float8_e4m3fn, device="meta")
 told = []
-arguments = dict(tokens=[1], formats=["bf16"], progress=lambda *now: told.append(now), max_workers=1)
+arguments = dict(tokens=[1], formats=["bf16"], progress=lambda *now: told.append(now), max_workers=2)
 count = csf.warm_up((weight, scales), **arguments)
 binaries = sorted(Path(triton.knobs.cache.dir).glob("*/*.cubin"))
 print(count == len(binaries) > 0, told == [(i + 1, count) for i in range(count)])
@@ -121,7 +154,7 @@ from pathlib import Path
 bundle = worker.load_bundle(task["name"], Path(task["directory"]))
 worker.pretend_gpu(task["device"])
 few = set(worker.find_kernels(bundle, task))
-worker.config_of = lambda *arguments, number=iter(range(1 << 30)): next(number)
+worker.config_chooser = lambda *arguments, number=iter(range(1 << 30)): lambda rows: next(number)
 print(len(few), set(worker.find_kernels(bundle, task)) == few)
 """
     layer = dataclasses.replace(make_experts(bundle))

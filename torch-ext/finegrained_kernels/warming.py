@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Union
@@ -21,7 +21,7 @@ from .device import num_sms
 from .moe.experts import NVFP4Experts
 
 _WORKER_BYTES = 1 << 30
-"""Memory that a worker needs: torch, Triton and a compiler at work."""
+"""Memory that a process needs: torch, Triton and a compiler at work."""
 
 _EXPERT_FIELDS = (
     *("gate_up", "gate_up_scales", "gate_up_global", "gate_up_input_global"),
@@ -45,8 +45,8 @@ def warm_up(
     later ones find them.
 
     The kernels are those that the default rules choose: calls of `moe_forward` without `strategy`, and of `matmul_2d`
-    without gate or requantized output. Layers of equal shapes are one. Workers are programs of their own, which import
-    this bundle alone and see no GPU; as many as there are cores, and memory for.
+    without gate or requantized output. Layers of equal shapes are one. They are compiled by a program of its own, which
+    imports this bundle alone and sees no GPU, in as many processes as there are cores, and memory for.
 
     Args:
         layers: `NVFP4Experts`, or pairs of a weight uint8 `[N, K / 2]` and its scales, as `matmul_2d` takes them; one
@@ -56,7 +56,7 @@ def warm_up(
         top_k: experts a token.
         dtype: of the activations.
         device: the GPU; by default the layers', or the current one if they are on the meta device.
-        max_workers: most programs at a time.
+        max_workers: most processes at a time.
         progress: called with the number of kernels that are ready, and of all, each time one is.
 
     Returns:
@@ -64,7 +64,7 @@ def warm_up(
 
     Raises:
         ValueError, TypeError: naming the argument.
-        RuntimeError: a worker failed; with what it said.
+        RuntimeError: the program failed; with what it said.
     """
     is_pair = isinstance(layers, tuple) and len(layers) == 2 and isinstance(layers[0], torch.Tensor)
     several: list[Any] = [layers] if is_pair or isinstance(layers, NVFP4Experts) else list(layers)
@@ -93,7 +93,7 @@ def warm_up(
             progress(len(known), len(known))
         return len(known)
     workers = max(1, min(max_workers or _num_cores(), _num_cores(), _free_bytes() // _WORKER_BYTES))
-    caches = _compile({**task, "sys_path": sys.path}, workers, progress)
+    caches = _compile({**task, "sys_path": sys.path, "workers": workers}, progress)
     record.parent.mkdir(parents=True, exist_ok=True)
     partial = record.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(caches))
@@ -167,52 +167,44 @@ def _read_record(record: Path) -> list[str] | None:
     return caches if all(any(Path(cache).glob("*.cubin")) for cache in caches) else None
 
 
-def _compile(task: dict[str, Any], workers: int, progress: Callable[[int, int], None] | None) -> list[str]:
-    """Run the workers; the places in Triton's cache of all kernels."""
+def _compile(task: dict[str, Any], progress: Callable[[int, int], None] | None) -> list[str]:
+    """Run the program that compiles; the places in Triton's cache of all kernels."""
     program = [sys.executable, str(Path(__file__).with_name("warming_worker.py"))]
     caches: list[str] = []
-    failures: collections.deque[str] = collections.deque()
-    total = [0]
-    lock = threading.Lock()
-
-    def attend(process: subprocess.Popen) -> None:
-        stderr = process.stderr
-        assert process.stdin is not None and process.stdout is not None and stderr is not None
-        errors: list[str] = []
-        reader = threading.Thread(target=lambda: errors.append(stderr.read()))
-        reader.start()
-        process.stdin.write(json.dumps(task))
-        process.stdin.close()
-        for line in process.stdout:
-            if not line.startswith("{"):
-                continue
-            said = json.loads(line)
-            with lock:
-                total[0] = said.get("total", total[0])
+    total = 0
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            program, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+                stdin.write(json.dumps(task))
+            for line in process.stdout:
+                said = json.loads(line) if line.startswith("{") else {}
+                total = said.get("total", total)
                 if "cache" in said:
                     caches.append(said["cache"])
                     if progress is not None:
-                        progress(len(caches), total[0])
-        reader.join()
-        if process.wait():
-            failures.append(errors[0][-2000:])
-
-    with tempfile.TemporaryDirectory() as claims:
-        task = {**task, "claims": claims}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes = [subprocess.Popen(program, text=True, **pipes) for _ in range(workers)]
-        threads = [threading.Thread(target=attend, args=(process,)) for process in processes]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            for process in processes:
-                process.kill()
-    if failures:
-        raise RuntimeError(f"compiling kernels ahead failed: {failures[0]}")
+                        progress(len(caches), total)
+            status = process.wait()
+        except BaseException:
+            _kill_all(process)
+            raise
+        if status:
+            errors.seek(0)
+            said = errors.read()[-2000:] or f"the program that compiles them ended with status {status}"
+            raise RuntimeError(f"compiling kernels ahead failed: {said}")
     return sorted(caches)
+
+
+def _kill_all(process: subprocess.Popen) -> None:
+    """End a program and the processes that it made, which are a group of their own."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
 
 
 def _num_cores() -> int:

@@ -1,9 +1,10 @@
-"""A program: compiles kernels ahead of their first launch, beside others like it. Started by `warming.py`, which writes
-what is to be done to its standard input; it prints a line for each kernel.
+"""A program: compiles kernels ahead of their first launch. Started by `warming.py`, which writes what is to be done to
+its standard input; it prints a line for each kernel.
 
 It imports the bundle, under the name that it has there, and nothing of the program around it. It sees no GPU: Triton
-is given a driver that only names one, calls are made on torch's fake tensors, and instead of launching, each kernel of
-theirs is compiled into Triton's cache as its launch would.
+is given a driver that only names one, calls are made on placeholders of tensors, and instead of launching, each kernel
+of theirs is compiled into Triton's cache as its launch would. When it knows the kernels it becomes several processes,
+so that what takes seconds to import is imported once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable
 
+NUMBER_BYTES = 2
+
 
 def main() -> None:
     task = json.loads(sys.stdin.read())
@@ -28,12 +31,33 @@ def main() -> None:
     pretend_gpu(task["device"])
     jobs = sorted(find_kernels(bundle, task).values(), key=cost, reverse=True)
     print(json.dumps({"total": len(jobs)}), flush=True)
-    for number, job in enumerate(jobs):
-        try:
-            os.close(os.open(os.path.join(task["claims"], str(number)), os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            continue
+    queue = numbers_up_to(len(jobs))
+    others = fork(min(task["workers"], len(jobs)) - 1)
+    while number := os.read(queue, NUMBER_BYTES):
+        job = jobs[int.from_bytes(number, "little")]
         print(json.dumps(compile_kernel(*job)), flush=True)
+    if any(os.waitpid(process, 0)[1] for process in others):
+        sys.exit("a process ended before its kernels were compiled")
+
+
+def numbers_up_to(count: int) -> int:
+    """A pipe that holds the numbers below `count`, for whichever process reads them, and then ends."""
+    readable, writable = os.pipe()
+    for number in range(count):
+        os.write(writable, number.to_bytes(NUMBER_BYTES, "little"))
+    os.close(writable)
+    return readable
+
+
+def fork(count: int) -> list[int]:
+    """`count` more processes like this one, where the system can do that; their ids, and in them none."""
+    others: list[int] = []
+    for _ in range(count if hasattr(os, "fork") else 0):
+        process = os.fork()
+        if not process:
+            return []
+        others.append(process)
+    return others
 
 
 def load_bundle(name: str, directory: Path) -> ModuleType:
@@ -60,6 +84,7 @@ def pretend_gpu(device: dict[str, Any]) -> None:
         "get_device_properties": lambda index=None: SimpleNamespace(multi_processor_count=device["num_sms"]),
         "current_device": lambda: 0,
         "current_stream": lambda index=None: SimpleNamespace(cuda_stream=0),
+        "is_current_stream_capturing": lambda: True,  # constants are kept nowhere then
     }
     for name, function in patches.items():
         setattr(torch.cuda, name, function)
@@ -77,9 +102,9 @@ class OtherLibrary(Exception):
 
 def find_kernels(bundle: ModuleType, task: dict[str, Any]) -> dict[tuple, tuple]:
     """Kernel, constants and what stands for its arguments, of every kernel that these layers' calls launch."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    launching = importlib.import_module(f"{bundle.__name__}.launching")
+    launching, placeholders = (
+        importlib.import_module(f"{bundle.__name__}.{name}") for name in ("launching", "placeholders")
+    )
     found: dict[tuple, tuple] = {}
 
     def note(bound: Any, grid: tuple, *arguments: Any) -> None:
@@ -92,7 +117,9 @@ def find_kernels(bundle: ModuleType, task: dict[str, Any]) -> dict[tuple, tuple]
             raise OtherLibrary
 
     launching.BoundKernel.__call__ = note
-    with FakeTensorMode():
+    routing: Any = importlib.import_module(f"{bundle.__name__}.moe.routing")
+    routing._schedule_by_sort = routing._schedule_fake  # torch's kernels alone
+    with placeholders.Placeholders():
         for layer in task["layers"]:
             call_experts(bundle, layer, task) if layer["kind"] == "experts" else call_linear(bundle, layer, task)
     return found
@@ -141,17 +168,18 @@ def call_experts(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any]
     top_k, num_experts = layer["top_k"], experts.num_experts
     dtype = getattr(torch, layer["dtype"])
     kinds: dict[tuple, int] = {}
+    choose = [
+        config_chooser(bundle, weight, scales, result_bytes)
+        for weight, scales, result_bytes in (
+            (experts.gate_up, experts.gate_up_scales, dtype.itemsize // 2),
+            (experts.down, experts.down_scales, dtype.itemsize),
+        )
+    ]
     for num_tokens in task["tokens"]:
         rows = num_tokens * top_k
         is_batched = forward.is_batched(rows)
         tiled = min(rows, num_experts) if is_batched else rows
-        configs = [
-            config_of(bundle, weight, scales, tiled, result_bytes)
-            for weight, scales, result_bytes in (
-                (experts.gate_up, experts.gate_up_scales, dtype.itemsize // 2),
-                (experts.down, experts.down_scales, dtype.itemsize),
-            )
-        ]
+        configs = [config_of(tiled) for config_of in choose]
         is_one = num_tokens == 1  # one global then is no global a row
         kinds.setdefault((is_batched, is_one, scheduling.fits(rows, num_experts), *configs), num_tokens)
     for num_tokens in kinds.values():
@@ -173,10 +201,10 @@ def call_linear(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any])
     weight, scales = parts["weight"], parts["scales"]
     ahead, split = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("ahead", "split"))
     kinds: dict[Any, int] = {}
+    shape = weight.device, weight.shape[0], weight.shape[1] * 2
+    config_of = config_chooser(bundle, weight.unsqueeze(0), scales, dtype.itemsize)
     for num_tokens in task["tokens"]:
-        shape = weight.device, weight.shape[0], weight.shape[1] * 2, num_tokens
-        config = config_of(bundle, weight.unsqueeze(0), scales, num_tokens, dtype.itemsize)
-        kind = ahead.unpacks_ahead(*shape), split.choose_split(*shape), config
+        kind = ahead.unpacks_ahead(*shape, num_tokens), split.choose_split(*shape, num_tokens), config_of(num_tokens)
         kinds.setdefault((num_tokens == 1, *kind), num_tokens)
     for num_tokens in kinds.values():
         x = torch.empty(num_tokens, weight.shape[1] * 2, dtype=dtype, device="cuda:0")
@@ -188,11 +216,12 @@ def call_linear(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any])
                 bundle.matmul_2d(x, weight, None, scales, a_global_scale=torch.empty(1, device="cuda:0"), **options)
 
 
-def config_of(bundle: ModuleType, weight: Any, scales: Any, num_rows: int, result_bytes: int) -> Any:
-    config = importlib.import_module(f"{bundle.__name__}.gemm.config")
+def config_chooser(bundle: ModuleType, weight: Any, scales: Any, result_bytes: int) -> Callable[[int], Any]:
+    """The tiles of calls on a stack of weights, by their number of rows."""
+    choose_config = importlib.import_module(f"{bundle.__name__}.gemm.config").choose_config
     is_compressed = isinstance(scales, bundle.NVFP4CSFScales)
-    num_experts, rows, half = weight.shape
-    return config.choose_config(weight.device, rows, 2 * half, num_rows, num_experts, result_bytes, is_compressed)
+    device, (num_experts, rows, half) = weight.device, weight.shape
+    return lambda num_rows: choose_config(device, rows, 2 * half, num_rows, num_experts, result_bytes, is_compressed)
 
 
 def cost(job: tuple) -> float:

@@ -156,6 +156,7 @@ def reads_compressed(depth: int) -> bool:
     return depth % 128 == 0 and strip_bytes(Config(64, 128, 64, 4, 4, 1, warpgroup=True), depth) <= MAX_STRIP_BYTES
 
 
+@functools.lru_cache(maxsize=4096)
 def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     """`config` with room for a tile's scales: narrower tiles if need be. It steps through K as `config` does.
 

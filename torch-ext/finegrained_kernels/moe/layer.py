@@ -211,7 +211,8 @@ def _forward(
 
 
 def _token_of_choice(num_tokens: int, top_k: int, *, device: torch.device) -> torch.Tensor:
-    return torch.arange(num_tokens * top_k, dtype=torch.int32, device=device) // top_k
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    return tokens.unsqueeze(1).expand(-1, top_k).reshape(-1)
 
 
 def _check_call(
