@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
-import operator
 import struct
 from types import ModuleType, SimpleNamespace
 
@@ -78,7 +77,6 @@ class FakeGPU:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
         dispatch, self.operands = bundle_module("gemm.dispatch"), bundle_module("gemm.kernels.operands")
         patch.setattr(bundle_module("plans"), "_is_planned", lambda tensor: True)
-        patch.setattr(bundle_module("plans"), "_device_of", operator.attrgetter("device"))
         patch.setattr(bundle_module("gemm.api"), "_run_on_device", dispatch.run_on_gpu)
         patch.setattr(dispatch, "uses_tensor_core_kernel", lambda gemm: gemm.depth % 64 == 0)
         patch.setattr(dispatch, "num_sms", lambda device: 132)
@@ -93,8 +91,13 @@ class FakeGPU:
         patch.setattr(constants, "_is_kept", lambda device: True)
         bundle_module("launching").bind.cache_clear()
         bundle_module("csf.decode_triton").decode_launch.cache_clear()
-        patch.setattr(bundle_module("plans"), "_plans", {})
+        patch.setattr(bundle_module("plans"), "_signatures", {})
         self.plans = bundle_module("plans")
+
+    def num_plans(self) -> int:
+        """Kinds of calls that are replayed."""
+        signatures = self.plans._signatures.values()
+        return sum(bool(kind.plan) for signature in signatures for kinds in signature.kinds.values() for kind in kinds)
 
     def execute(self, function: tuple, grid: tuple, values: tuple) -> None:
         kernel, constants = function

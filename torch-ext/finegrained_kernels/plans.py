@@ -5,8 +5,9 @@ which binaries are launched, and of which tensor or allocation each pointer amon
 this kind allocate, fill in the pointers and launch.
 
 Calls are of one kind if all is equal that checks, tile rules and launchers may look at: of every argument its type, of
-what is no tensor its value, of every tensor dtype, shape, device, strides and the address modulo 16. A call that raises
-leaves no plan, so one that is wrong is checked every time. Keys hold no tensor, and nobody's identity.
+what is no tensor its value, of every tensor dtype, shape, device, strides and the address modulo 16. (How many
+exceptions compressed scales have is nothing to them: layers share their plans.) A call that raises leaves no plan, so
+one that is wrong is checked every time. Kinds hold no tensor, and nobody's identity.
 
 Not replayed is a call that runs any other operator of torch, launches past `launching.py`, gives a binary a pointer
 that may be of two tensors, or has an argument of another type; nor any while somebody looks on, through torch's
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .csf.scales import NVFP4CSFScales
 from .recording import current_recorder, picker, recording
 
-_MAX_PLANS = 4096
+_MAX_KEYS, _MAX_KINDS = 4096, 16
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _PLAIN_TYPES = (type(None), bool, int, float, str, torch.dtype)
 _ALLOCATIONS = (
@@ -36,14 +37,40 @@ _ALLOCATIONS = (
     torch.ops.aten.new_empty_strided.default,
 )
 _tensors_of = operator.attrgetter("bases", "codes", "exceptions", "exception_offsets")
-_facts_of = operator.attrgetter("dtype", "shape")
-_address_of, _strides_of, _device_of = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.get_device
-_is_contiguous = torch.Tensor.is_contiguous
+_address_of = torch.Tensor.data_ptr
 _is_compiling, _num_modes = torch.compiler.is_compiling, torch._C._len_torch_dispatch_stack
 _is_planned = operator.attrgetter("is_cuda")
 
-_SEEN, _NEVER = "seen once", "not to be replayed"
-_plans: dict[tuple, Any] = {}
+_Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+"""Compare types, dtypes, devices, shapes and strides of all tensors in one call."""
+
+
+class _Kind:
+    """Calls of one kind: tensors that `matches` accepts. `plan` is None until the call came twice, then False where it
+    cannot be replayed."""
+
+    __slots__ = ("matches", "plan")
+
+    def __init__(self, matches: Callable[..., bool], plan: Any) -> None:
+        self.matches, self.plan = matches, plan
+
+
+class _Signature:
+    """Calls of one function with arguments of these types: `split` takes them apart into (tensors, plain values), with
+    no tensors if there are arguments of other types; of the tensors those in `of_any_size` are exceptions of compressed
+    scales. `kinds` has those together that have the same plain values and shapes of the first tensors."""
+
+    __slots__ = ("kinds", "of_any_size", "second", "split")
+
+    def __init__(self, types: tuple[type, ...]) -> None:
+        self.split = _splitter(types)
+        num_tensors, num_compressed = sum(map(types.count, _TENSOR_TYPES)), types.count(NVFP4CSFScales)
+        self.of_any_size = [num_tensors + 4 * i + 2 for i in range(num_compressed)]
+        self.second = min(1, num_tensors + 4 * num_compressed - 1)
+        self.kinds: dict[tuple, list[_Kind]] = {}
+
+
+_signatures: dict[tuple, _Signature] = {}
 
 
 def planned(function: Callable, arguments: tuple, described: tuple | None = None) -> Any:
@@ -55,45 +82,65 @@ def planned(function: Callable, arguments: tuple, described: tuple | None = None
         return function(*arguments)
     if described is None:
         described = arguments
-    kinds = tuple(map(type, described))
-    split = _splitters.get(kinds) or _splitter(kinds)
-    tensors, others = split(described)
+    types = tuple(map(type, described))
+    signature = _signatures.get((function, types)) or _signatures.setdefault((function, types), _Signature(types))
+    tensors, others = signature.split(described)
     if not tensors or not _is_planned(tensors[0]) or _num_modes():
         return function(*arguments)
-    addresses = list(map(_address_of, tensors))
+    try:
+        addresses = list(map(_address_of, tensors))
+    except RuntimeError:  # sparse tensors, and those inside of torch.func, have none
+        return function(*arguments)
     is_aligned = not functools.reduce(operator.or_, addresses) & 15
-    key = (
-        function, kinds, others, is_aligned or tuple([address & 15 for address in addresses]),
-        all(map(_is_contiguous, tensors)) or tuple(map(_strides_of, tensors)),
-        *map(_facts_of, tensors), *map(_device_of, tensors),
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if callable(plan):
-        if plan.is_observed() or not plan.is_apart(addresses):
+    alignment = is_aligned or tuple([address & 15 for address in addresses])
+    key = others, alignment, tensors[0].shape, tensors[signature.second].shape
+    for kind in signature.kinds.get(key, ()):
+        if kind.matches(*tensors):
+            plan = kind.plan
+            break
+    else:
+        result = function(*arguments)
+        _add_kind(signature, key, tensors)
+        return result
+    if plan:
+        if plan.is_observed() or not plan.is_apart(tensors, addresses):
             return function(*arguments)
         return plan(tensors, addresses)
-    if plan is not _SEEN:
-        result = function(*arguments)
-        if plan is None:
-            if len(_plans) >= _MAX_PLANS:
-                _plans.clear()
-            # 0.0 and -0.0 are one key, but not always one result.
-            _plans[key] = _NEVER if any(type(value) is float and value == 0 for value in others) else _SEEN
+    if plan is None:
+        result, recorded = _record(function, arguments, tensors, signature.of_any_size)
+        kind.plan = recorded or False
         return result
-    result, recorded = _record(function, arguments, tensors)
-    _plans[key] = recorded or _NEVER
-    return result
+    return function(*arguments)
 
 
-_splitters: dict[tuple[type, ...], Callable[[tuple], tuple[tuple, tuple]]] = {}
+def _add_kind(signature: _Signature, key: tuple, tensors: tuple) -> None:
+    sizes: list[list[int | None]] = [list(tensor.shape) for tensor in tensors]
+    for i in signature.of_any_size:
+        if sizes[i] != [0]:  # a null pointer, which a plan takes for a constant
+            sizes[i] = [None] * len(sizes[i])
+    strides = [list(tensor.stride()) for tensor in tensors]
+    try:
+        matches = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    except (
+        TypeError,
+        RuntimeError,
+    ):  # torch does not promise them: no call is replayed where they take other arguments
+        return
+    if len(signature.kinds) >= _MAX_KEYS:
+        signature.kinds.clear()
+    kinds = signature.kinds.setdefault(key, [])
+    if len(kinds) >= _MAX_KINDS:
+        kinds.clear()
+    # 0.0 and -0.0 are one key, but not always one result.
+    is_never = any(type(value) is float and value == 0 for value in key[0])
+    kinds.append(_Kind(matches, False if is_never else None))
 
 
-def _splitter(kinds: tuple[type, ...]) -> Callable[[tuple], tuple[tuple, tuple]]:
-    """What takes arguments of these types apart, into (tensors, plain values); no tensors if there are others."""
-    tensors = [i for i, kind in enumerate(kinds) if kind in _TENSOR_TYPES]
-    scales = [i for i, kind in enumerate(kinds) if kind is NVFP4CSFScales]
-    others = [i for i, kind in enumerate(kinds) if kind in _PLAIN_TYPES]
-    if len(tensors) + len(scales) + len(others) < len(kinds) or len(scales) > 2:
+def _splitter(types: tuple[type, ...]) -> Callable[[tuple], tuple[tuple, tuple]]:
+    tensors = [i for i, kind in enumerate(types) if kind in _TENSOR_TYPES]
+    scales = [i for i, kind in enumerate(types) if kind is NVFP4CSFScales]
+    others = [i for i, kind in enumerate(types) if kind in _PLAIN_TYPES]
+    if _Guards is None or len(tensors) + len(scales) + len(others) < len(types) or len(scales) > 2:
         return lambda arguments: ((), ())
     pick_tensors, pick_others = picker(tensors), picker(others)
 
@@ -107,8 +154,7 @@ def _splitter(kinds: tuple[type, ...]) -> Callable[[tuple], tuple[tuple, tuple]]
         both = _tensors_of(arguments[scales[0]]) + _tensors_of(arguments[scales[1]])
         return pick_tensors(arguments) + both, pick_others(arguments)
 
-    _splitters[kinds] = (split, split_one, split_two)[len(scales)]
-    return _splitters[kinds]
+    return (split, split_one, split_two)[len(scales)]
 
 
 class _Watch(TorchDispatchMode):
@@ -128,7 +174,9 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def _record(function: Callable, arguments: tuple, tensors: tuple) -> tuple[Any, Callable | None]:
+def _record(
+    function: Callable, arguments: tuple, tensors: tuple, of_any_size: list[int]
+) -> tuple[Any, Callable | None]:
     """The call's result, and its plan if it can be replayed."""
     with recording() as recorder, _Watch() as watch:
         result = function(*arguments)
@@ -137,6 +185,6 @@ def _record(function: Callable, arguments: tuple, tensors: tuple) -> tuple[Any, 
     from .replay import NotTraced, Plan  # Triton may be absent where only the CPU is used
 
     try:
-        return result, Plan(tensors, watch.allocated, recorder, result)
+        return result, Plan(tensors, of_any_size, watch.allocated, recorder, result)
     except NotTraced:
         return result, None

@@ -48,12 +48,14 @@ class Plan:
     for all others; constants; then what is made of these, addresses inside of them and tuples. A launch picks its
     arguments out of the pool."""
 
-    def __init__(self, tensors: tuple, allocated: list[torch.Tensor], recorder: Recorder, result: Any) -> None:
+    def __init__(
+        self, tensors: tuple, of_any_size: list[int], allocated: list[torch.Tensor], recorder: Recorder, result: Any
+    ) -> None:
         self.device = tensors[0].device
         self.hooks = [launch.hooks for launch in recorder.launches]
         self.is_observed = functools.partial(is_observed, self.hooks)
         self.is_tuple = isinstance(result, (tuple, list))
-        self.returned: List[Tuple[Optional[int], torch.dtype, tuple, tuple]] = []
+        self.returned: List[Tuple[Optional[int], torch.dtype, tuple]] = []
         self.made: list[tuple[tuple, torch.dtype]] = []
         self.kept = tuple(recorder.constants)
         self.written: tuple[int, int] | None = None
@@ -63,16 +65,17 @@ class Plan:
             index = None
             if not any(returned.data_ptr() == new.data_ptr() and returned.nbytes == new.nbytes for new in allocated):
                 index = next((i for i, tensor in enumerate(tensors) if _is_in(returned, tensor)), None)
-                if index is None or self.is_tuple:
+                if index is None or self.is_tuple or not returned.is_contiguous() or returned.is_inference():
                     raise NotTraced
                 self.written = index, returned.nbytes
-                self.others = [(i, tensor.nbytes) for i, tensor in enumerate(tensors) if i != index]
+                sizes = [0 if i in of_any_size else tensor.nbytes for i, tensor in enumerate(tensors)]
+                self.others = [(i, size) for i, size in enumerate(sizes) if i != index]
             elif not returned.is_contiguous():
                 raise NotTraced
             else:
                 memories.append(_Memory(*_extent(returned), len(tensors) + len(self.made), 0))
                 self.made.append((tuple(returned.shape), returned.dtype))
-            self.returned.append((index, returned.dtype, tuple(returned.shape), returned.stride()))
+            self.returned.append((index, returned.dtype, tuple(returned.shape)))
         block = len(tensors) + len(self.made)
         is_new = {memory.first for memory in memories[len(tensors) :]}
         self.block_bytes = 0
@@ -127,7 +130,7 @@ class Plan:
             pick = picker([index(place) for place in places])
             self.launches.append(_Launch(call, launch.grid, between, _packer(pick) if is_packed else pick))
 
-    def is_apart(self, addresses: list) -> bool:
+    def is_apart(self, tensors: tuple, addresses: list) -> bool:
         """Whether what is written to a tensor of the call is no byte of another: addresses tell, and no key does."""
         if self.written is None:
             return True
@@ -135,7 +138,7 @@ class Plan:
         begin = addresses[index]
         end = begin + size
         for i, size in self.others:  # noqa: SIM110  (a generator would take twice the time)
-            if addresses[i] < end and begin < addresses[i] + size:
+            if addresses[i] < end and begin < addresses[i] + (size or tensors[i].nbytes):
                 return False
         return True
 
@@ -163,8 +166,8 @@ class Plan:
         return made[0]
 
     def _give_view(self, tensors: tuple, made: list[torch.Tensor]) -> torch.Tensor:
-        owner, dtype, shape, strides = self.returned[0]
-        return tensors[owner or 0].view(dtype).as_strided(shape, strides)
+        owner, dtype, shape = self.returned[0]
+        return tensors[owner or 0].view(dtype).resize_(*shape)
 
     def _give_tuple(self, tensors: tuple, made: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return tuple(made)
