@@ -42,6 +42,13 @@ class ScaleRule(StrEnum):
     MSE = "mse"
 
 
+class Format(StrEnum):
+    """What `quantize` writes."""
+
+    MODELOPT = "modelopt"
+    COMPRESSED_TENSORS = "compressed-tensors"
+
+
 _MOST_FAULTS = 20
 """Faults that are printed; what is behind the first ones is rarely worth more lines than how many there are."""
 
@@ -172,11 +179,14 @@ def quantize(
     scales: Annotated[
         ScaleRule, typer.Option(help="amax: from the largest of 16 weights; mse: of least squared error.")
     ] = ScaleRule.AMAX,
-    input_scale: Annotated[float | None, typer.Option(help="Write this input_scale beside every weight.")] = None,
+    input_scale: Annotated[float | None, typer.Option(help="Write this input scale beside every weight.")] = None,
+    format: Annotated[
+        Format, typer.Option(help="Names of tensors and config.json: ModelOpt's, or llm-compressor's.")
+    ] = Format.MODELOPT,
     jobs: Jobs = DEFAULT_JOBS,
     device: Device = "cpu",
 ) -> None:
-    """Quantize the linear layers of a BF16, F16 or F32 checkpoint to ModelOpt's NVFP4 layout."""
+    """Quantize the linear layers of a BF16, F16 or F32 checkpoint to NVFP4."""
     with progress("quantize", _shard_bytes(source)) as advance:
         report = checkpoints.quantize(
             source,
@@ -185,6 +195,7 @@ def quantize(
             exclude=exclude or (),
             scales=scales,
             input_scale=input_scale,
+            format=format,
             jobs=jobs,
             device=device,
             progress=advance,

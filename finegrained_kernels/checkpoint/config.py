@@ -142,14 +142,6 @@ def mark_hf_quant_config(
     return document
 
 
-def quantized_config(config: Mapping[str, Any], nvfp4: Collection[str], *, algorithm: str) -> dict[str, Any]:
-    """config.json of a checkpoint whose modules ``nvfp4``, and no others, were quantized, by that algorithm."""
-    document = copy.deepcopy(dict(config))
-    document["quantization_config"] = quantization = {"quant_method": MODELOPT}
-    _mark_modelopt(quantization, {module: {"quant_algo": algorithm, "group_size": GROUP} for module in nvfp4}, ())
-    return document
-
-
 def dump_json(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -1,19 +1,20 @@
-"""`quantize`: an unquantized checkpoint in, its linear layers in ModelOpt's NVFP4 layout out."""
+"""`quantize`: an unquantized checkpoint in, its linear layers in NVFP4 out, as ModelOpt or llm-compressor has them."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from threading import Event
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from finegrained_kernels.checkpoint.claims import Claim, claimed, finishing
-from finegrained_kernels.checkpoint.config import dump_json, quantized_config
+from finegrained_kernels.checkpoint.config import dump_json
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
 from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo, read_header, replace_tensors
 from finegrained_kernels.checkpoint.kinds import layer_kind
@@ -27,6 +28,8 @@ from finegrained_kernels.checkpoint.output import (
     run_shards,
 )
 from finegrained_kernels.checkpoint.publishing import other_files
+from finegrained_kernels.checkpoint.quantization_config import MODELOPT
+from finegrained_kernels.checkpoint.quantized_layouts import QuantizedLayout, layout_of
 from finegrained_kernels.checkpoint.stream import (
     CHUNK_BYTES,
     AtomicFile,
@@ -38,6 +41,9 @@ from finegrained_kernels.checkpoint.stream import (
     watch,
     write_file,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 _WEIGHT = ".weight"
 _LEFT_OUT = ("embeddings", "lm_head", "routers", "vision")
@@ -62,6 +68,7 @@ def quantize(
     exclude: Sequence[str] = (),
     scales: str = "amax",
     input_scale: float | None = None,
+    format: str = MODELOPT,
     jobs: int = DEFAULT_JOBS,
     device: str = "cpu",
     progress: Progress | None = None,
@@ -69,8 +76,8 @@ def quantize(
     """Quantize the linear layers of a checkpoint to NVFP4: two-level scales, round to nearest, no calibration.
 
     Each weight `[N, K]` becomes `weight` U8 `[N, K/2]`, `weight_scale` F8_E4M3 `[N, K/16]` and `weight_scale_2` F32,
-    one global a tensor; everything else is copied. Arithmetic: the bundle's `nvfp4_quantize_two_level`. Run it again
-    after an interruption: shards are made anew.
+    one global a tensor, or what compressed-tensors calls them; everything else is copied. Arithmetic: the bundle's
+    `nvfp4_quantize_two_level`. Run it again after an interruption: shards are made anew.
 
     Args:
         source: directory with a BF16, F16 or F32 checkpoint; only read. Experts have a tensor each.
@@ -79,8 +86,10 @@ def quantize(
             embeddings, lm_head, routers and vision towers, as ModelOpt and llm-compressor do.
         scales: "amax", so that the largest value of 16 is the largest code; or "mse", the one of least squared error
             among that scale's neighbours, which takes longer.
-        input_scale: written beside every weight as ModelOpt's `input_scale`, for activations quantized alike
-            ("NVFP4"); None writes none, as nothing was calibrated, and calls the layers weight-only ("W4A16_NVFP4").
+        input_scale: multiplier that is written beside every weight, for activations quantized alike ("NVFP4"); None
+            writes none, as nothing was calibrated, and calls the layers weight-only ("W4A16_NVFP4", "NVFP4A16").
+        format: "modelopt", or "compressed-tensors", as llm-compressor writes it: `weight_packed`, `weight_scale`, and
+            `weight_global_scale` and `input_global_scale`, which divide.
         jobs, device, progress: as for `compress`.
 
     Raises:
@@ -95,11 +104,12 @@ def quantize(
         raise CheckpointError(f"scales must be 'amax' or 'mse', got {scales!r}")
     if input_scale is not None and not 0 < input_scale < math.inf:
         raise CheckpointError(f"input_scale must be a finite number above 0, got {input_scale}")
+    layout = layout_of(format)
     checkpoint = open_checkpoint(source)
     weights = _select(checkpoint, include, exclude)
     modules = list(dict.fromkeys(layer_of(weight.removesuffix(_WEIGHT)) for weight in weights))
-    config = quantized_config(
-        checkpoint.config or {}, modules, algorithm="W4A16_NVFP4" if input_scale is None else "NVFP4"
+    config = layout.config(
+        checkpoint.config or {}, modules, _other_linears(checkpoint, weights), has_input=input_scale is not None
     )
     rewritten = (CONFIG, checkpoint.layout.index)
     others = [name for name in other_files(checkpoint) if name not in rewritten]
@@ -108,10 +118,12 @@ def quantize(
         raise CheckpointError(f"{destination} holds files: give a new directory, or the one that was begun")
 
     quantizing = _Quantizing(
-        load(), checkpoint, weights, scales, input_scale, destination, device, progress or (lambda _: None)
+        load(), checkpoint, weights, layout, scales, input_scale, destination, device, progress or (lambda _: None)
     )
     after = sum(len(header.raw) + header.data_bytes for header, _ in quantizing.outputs.values())
-    claim = Claim.of("quantize", source, checkpoint.headers, [list(include), list(exclude), scales, input_scale])
+    claim = Claim.of(
+        "quantize", source, checkpoint.headers, [list(include), list(exclude), scales, input_scale, format]
+    )
     with (
         claimed(destination, source, claim, is_ours) as work,
         one_torch_thread(),
@@ -143,6 +155,7 @@ class _Quantizing:
     bundle: ModuleType
     checkpoint: Checkpoint
     weights: dict[str, TensorInfo]
+    layout: QuantizedLayout
     scales: str
     input_scale: float | None
     destination: Path
@@ -160,14 +173,9 @@ class _Quantizing:
         }
 
     def _new_tensors(self, weight: str) -> list[NewTensor]:
-        n, k = self.weights[weight].shape
+        rows, cols = self.weights[weight].shape
         module = weight.removesuffix(_WEIGHT)
-        new: list[NewTensor] = [
-            (weight, "U8", (n, k // 2)),
-            (f"{module}.weight_scale", "F8_E4M3", (n, k // GROUP)),
-            (f"{module}.weight_scale_2", "F32", ()),
-        ]
-        return new if self.input_scale is None else [*new, (f"{module}.input_scale", "F32", ())]
+        return self.layout.tensors(module, rows, cols, has_input=self.input_scale is not None)
 
     def new_index(self) -> dict:
         """The source's index for the new tensors."""
@@ -230,16 +238,36 @@ class _Quantizing:
         read_exact(fd, memoryview(data), self.checkpoint.headers[shard].data_start + info.begin, shard, name)
         weight = torch.frombuffer(data, dtype=getattr(torch, _DTYPES[info.dtype])).view(info.shape).to(self.device)
         try:
-            packed, planes, global_scale = self.bundle.nvfp4_quantize_two_level(weight, scales=self.scales)
+            values = self._values(weight)
         except ValueError as error:
             raise CheckpointError([Fault(shard, name, str(error))]) from error
-        values = [packed, planes, global_scale]
-        if self.input_scale is not None:
-            values.append(torch.tensor(self.input_scale, dtype=torch.float32))
         output, _ = self.outputs[shard]
         for (new, _, _), value in zip(self._new_tensors(name), values, strict=True):
             file.write_at(to_bytes(value), output.data_start + output.tensors[new].begin)
         self.progress(info.nbytes)
+
+    def _values(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        """Those of `_new_tensors`, in order."""
+        import torch
+
+        input_scale = torch.tensor([] if self.input_scale is None else [self.input_scale], dtype=torch.float32)
+        quantize = self.bundle.nvfp4_quantize_two_level
+        if not self.layout.globals_divide:
+            return [*quantize(weight, scales=self.scales), *input_scale]
+        _, _, global_scale = quantize(weight)
+        divisor = 1 / global_scale
+        # Readers multiply by its reciprocal, which need not be the global that it was made of.
+        packed, planes, _ = quantize(weight, scales=self.scales, global_scale=1 / divisor)
+        return [packed, planes, divisor, *1 / input_scale]
+
+
+def _other_linears(checkpoint: Checkpoint, weights: Collection[str]) -> list[str]:
+    """Modules that are left alone, and have a weight as linear layers do; embeddings are known by their names."""
+    return [
+        name.removesuffix(_WEIGHT)
+        for name, (_, info) in checkpoint.located.items()
+        if name.endswith(_WEIGHT) and len(info.shape) == 2 and name not in weights and layer_kind(name) != "embeddings"
+    ]
 
 
 def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> dict[str, TensorInfo]:

@@ -64,6 +64,47 @@ def test_quantize_writes_an_input_scale_if_asked_to(bundle, tmp_path):
     assert written["model.layers.0.mlp.experts.0.gate_proj.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("input_scale", [None, 0.3])
+def test_quantize_as_llm_compressor_does(bundle, tmp_path, input_scale):
+    """Codes are those under what a reader multiplies by, the float32 reciprocal of the divisor that is stored."""
+    tensors = checkpoints.random_qwen(torch.bfloat16)
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source", tensors, checkpoints.CONFIG, shard_of=checkpoints.by_layer
+    )
+    root = tmp_path / "nvfp4"
+    quantize(source, root, format="compressed-tensors", input_scale=input_scale, scales="mse")
+    written = checkpoints.read_tensors(root)
+    modules = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+    for module in modules:
+        weight, divisor = tensors[f"{module}.weight"], written.pop(f"{module}.weight_global_scale")
+        assert divisor.dtype == torch.float32 and divisor.shape == (1,)
+        assert float(divisor) == pytest.approx(2688 / float(weight.abs().max()), rel=2**-22)
+        packed, planes, _ = bundle.nvfp4_quantize_two_level(weight, scales="mse", global_scale=1 / divisor[0])
+        assert torch.equal(written.pop(f"{module}.weight_packed"), packed)
+        assert torch.equal(written.pop(f"{module}.weight_scale").view(torch.uint8), planes.view(torch.uint8))
+        if input_scale is not None:
+            assert torch.equal(written.pop(f"{module}.input_global_scale"), 1 / torch.tensor([input_scale]))
+    assert written.keys() == tensors.keys() - {f"{module}.weight" for module in modules}
+
+    opened = open_checkpoint(root)
+    assert opened.quantization.method == "compressed-tensors"
+    algorithm = "NVFP4A16" if input_scale is None else "NVFP4"
+    found = {module: opened.quantization.layer_format(module) for module in modules}
+    assert {(form.algorithm, form.globals_divide) for form in found.values()} == {(algorithm, True)}
+    for module in ("lm_head", "model.layers.0.mlp.gate"):
+        assert opened.quantization.layer_format(module) is None
+    assert inspect(root).faults == []
+    compress(root, tmp_path / "csf")
+    assert verify(tmp_path / "csf", against=root).faults == []
+    restore(tmp_path / "csf", tmp_path / "restored")
+    assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(root)
+
+
+def test_quantize_refuses_another_format(tmp_path):
+    with pytest.raises(CheckpointError, match="format must be one of 'modelopt', 'compressed-tensors', got 'gguf'"):
+        quantize(tmp_path, tmp_path / "nvfp4", format="gguf")
+
+
 def test_which_layers_are_quantized_and_what_the_config_calls_them(bundle, tmp_path):
     shapes = {
         "model.language_model.embed_tokens": (96, 64), "model.language_model.norm": (64,), "lm_head": (96, 64),
