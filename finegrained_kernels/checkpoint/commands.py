@@ -134,7 +134,7 @@ def verify(
     for fault in faults[:_MOST_FAULTS]:
         typer.echo(f"fault: {fault}")
     if len(faults) > _MOST_FAULTS:
-        typer.echo(f"and {count_text(len(faults) - _MOST_FAULTS, 'fault')} more")
+        typer.echo(f"and {count_text(len(faults) - _MOST_FAULTS, 'more fault')}")
     counted = [count_text(report.shards, "shard"), count_text(report.tensors, "tensor")]
     counts = ", ".join([*counted, count_text(report.planes, "compressed scale")])
     digests = "digests match" if report.has_digests else "no digests to compare with"

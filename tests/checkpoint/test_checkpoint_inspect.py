@@ -166,6 +166,49 @@ def test_the_commands_work_together(source, tmp_path):
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "box", check=True)
 
 
+def test_every_line_of_the_commands(tmp_path):
+    """Word for word, but for sizes."""
+    tensors = checkpoints.random_moe(layers=1, experts=2)
+    tensors |= checkpoints.nvfp4_module("model.layers.0.mlp.wild", 64, 64, torch.Generator().manual_seed(0), wild=True)
+    tensors |= checkpoints.nvfp4_module("model.layers.0.mlp.thin", 8, 64, torch.Generator().manual_seed(0))
+    checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.MODELOPT_CONFIG)
+    plain = {"model.layers.0.mlp.up_proj.weight": torch.ones(64, 64)}
+    checkpoints.write_checkpoint(tmp_path / "plain", plain, checkpoints.CONFIG)
+    size, percent = r"[\d.]+ [kM]?B", r"[\d.]+%"
+    lines = {
+        "compress source small --dry-run": [
+            f"9 scales of 9 would be compressed: {size} -> {size} or more",
+            rf"the checkpoint: {size} -> {size} or more \(at most {percent} less: exceptions add to it\)",
+        ],
+        "compress source small": [
+            rf"7 scales: {size} -> {size} \({percent}\)",
+            f"the checkpoint: {size} -> {size}",
+            r"left dense: model\.layers\.0\.mlp\.thin\.weight_scale: 8 rows are not a positive multiple of 16",
+            r"left dense: model\.layers\.0\.mlp\.wild\.weight_scale: would take \d+ bytes instead of 256",
+        ],
+        "verify small": ["1 shard, 46 tensors, 7 compressed scales: digests match"],
+        "verify small --against source": [
+            "1 shard, 46 tensors, 7 compressed scales: digests match, equal to the source"
+        ],
+        "restore small out": [f"1 shard, {size}: every file has its original SHA-256"],
+        "quantize plain nvfp4": [f"1 weight: {size} -> {size}"],
+        "compress nvfp4 none --exclude *.x": [
+            rf"1 scale: {size} -> {size} \({percent}\)",
+            f"the checkpoint: {size} -> {size}",
+        ],
+    }
+    for command, expected in lines.items():
+        name, *arguments = command.split()
+        paths = [str(tmp_path / word) if re.fullmatch("[a-z0-9]+", word) else word for word in arguments]
+        said = run(name, *paths).splitlines()
+        assert len(said) == len(expected), said
+        for line, pattern in zip(said, expected, strict=True):
+            assert re.fullmatch(pattern, line), line
+    checked = CliRunner().invoke(app, ["verify", str(tmp_path / "source")])
+    assert checked.stdout == "1 shard, 39 tensors, 0 compressed scales: no digests to compare with\n"
+    assert checked.stderr == "not compressed: there is nothing here that compress made\n"
+
+
 def test_failures_exit_with_a_message(source, tmp_path):
     small = tmp_path / "small"
     run("compress", source, small)
@@ -198,7 +241,7 @@ def test_many_faults_are_counted_in_one_order(source, tmp_path):
     assert len(outputs) == 1
     lines = outputs.pop().splitlines()
     assert len([line for line in lines if line.startswith("fault: ")]) == 20
-    assert lines[-2].startswith("and ") and lines[-2].endswith(" faults more")
+    assert lines[-2].startswith("and ") and lines[-2].endswith(" more faults")
 
 
 def test_a_model_without_nvfp4(tmp_path):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 import checkpoints
-from damage import EXPERTS, FIXED, WORDS, Change, edit, layers, of_one_name, shard_of, tensor
+from damage import EXPERTS, FIXED, SHARD, WORDS, Change, cut, edit, layers, of_one_name, shard_of, tensor, text
 from finegrained_kernels.checkpoint import (
     CheckpointError,
     compress,
+    compression,
     inspect,
     load_layer_globals,
     load_layer_scales,
+    quantization,
     quantize,
     restore,
 )
@@ -242,3 +245,28 @@ def test_of_slices_of_unlike_experts(tmp_path):
     tensor(f"{EXPERTS}.0.up_proj.weight_scale_2", torch.tensor(-1.0), "model.safetensors")(unlike)
     with pytest.raises(CheckpointError, match=r"is -1\.0, which is no scale: expected a finite number, not negative"):
         load_layer_globals(unlike, 0, "up_proj")
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "message"),
+    [
+        ("for_each_shard", cut(1), f"{SHARD}: has changed since it was checked"),
+        ("publish", edit("config.json", dict.clear), "config.json: changed while the checkpoint was compressed"),
+        ("publish", text("tokenizer.json", "[]"), "tokenizer.json: changed while the checkpoint was compressed"),
+    ],
+)
+def test_of_a_source_that_changes(made, tmp_path, monkeypatch, step, change, message):
+    source = Path(shutil.copytree(made / "source", tmp_path / "source"))
+    go_on = getattr(compression, step)
+    monkeypatch.setattr(compression, step, lambda *arguments: (change(source), go_on(*arguments)))
+    with pytest.raises(CheckpointError) as caught:
+        compress(source, tmp_path / "out")
+    assert message in str(caught.value)
+
+
+def test_of_two_processes_that_quantize(tmp_path, monkeypatch):
+    weight = {"model.layers.0.mlp.up_proj.weight": torch.ones(32, 64)}
+    source = checkpoints.write_checkpoint(tmp_path / "source", weight, checkpoints.CONFIG)
+    monkeypatch.setattr(quantization, "finishing", lambda *_, **__: nullcontext(False))
+    with pytest.raises(CheckpointError, match="another process is writing to "):
+        quantize(source, tmp_path / "out")

@@ -47,6 +47,88 @@ def test_a_driver_that_is_too_old(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("name", "patches", "said"),
+    [
+        ("torch", {"torch.version.cuda": "13.0"}, "built for CUDA 13.0"),
+        ("torch", {"torch.version.cuda": None, "torch.version.hip": None}, "a build for the CPU"),
+        (
+            "torch",
+            {"shutil.which": lambda _: "nvidia-smi", "torch.version.cuda": None},
+            "this machine has an NVIDIA GPU, which this torch cannot use: install one for CUDA",
+        ),
+        (
+            "GPU",
+            {"torch.cuda.is_available": lambda: False, "torch.version.cuda": None},
+            "none: everything runs on the CPU -> models want a GPU, checkpoints do not",
+        ),
+        (
+            "GPU",
+            {
+                "shutil.which": lambda _: "nvidia-smi",
+                "torch.version.cuda": "13.0",
+                "torch.cuda.is_available": lambda: False,
+            },
+            "torch finds none -> run nvidia-smi: the driver may be too old for this torch",
+        ),
+        (
+            "GPU",
+            {
+                "torch.cuda.is_available": lambda: True,
+                "torch.cuda.get_device_name": lambda: "MI300X",
+                "torch.version.hip": "6.4",
+            },
+            "MI300X: portable Triton kernels -> compiled for gfx942, never run on one",
+        ),
+        (
+            "GPU",
+            {
+                "torch.cuda.is_available": lambda: True,
+                "torch.cuda.get_device_name": lambda: "L40S",
+                "torch.version.hip": None,
+                "torch.cuda.get_device_capability": lambda: (8, 9),
+            },
+            "L40S (sm_89): tensor-core kernels -> compiled for it, never run on one",
+        ),
+        (
+            "triton",
+            {"importlib.util.find_spec": lambda _: None},
+            "not installed -> pip install triton; the CPU does without",
+        ),
+        (
+            "transformers",
+            {"finegrained_kernels.doctor.installed": lambda name: {"kernels": "0.16.1"}.get(name)},
+            "not installed, kernels 0.16.1 -> only for from_pretrained: pip install transformers accelerate",
+        ),
+        (
+            "transformers",
+            {
+                "transformers.utils.is_kernels_available": lambda: True,
+                "finegrained_kernels.doctor.installed": {"transformers": "5.20.0", "kernels": "0.17.2"}.get,
+            },
+            "5.20.0, kernels 0.17.2 -> device_map needs it: pip install accelerate",
+        ),
+        ("hub", {}, "HF_HUB_OFFLINE is set -> the cache, or the copy in this package, is used"),
+        (
+            "hub",
+            {
+                "huggingface_hub.constants.HF_HUB_OFFLINE": False,
+                "huggingface_hub.constants.ENDPOINT": "http://127.0.0.1:9",
+            },
+            "is out of reach (ConnectError) -> without it, the copy in this package is used; hub ids do not work",
+        ),
+    ],
+)
+def test_what_is_said(monkeypatch, name, patches, said):
+    if name == "transformers":
+        pytest.importorskip("transformers", reason="needs transformers")
+    for target, value in patches.items():
+        monkeypatch.setattr(target, value)
+    finding = found(name)
+    shown = f"{finding.found} -> {finding.advice}" if finding.advice else finding.found
+    assert shown.endswith(said), shown
+
+
+@pytest.mark.parametrize(
     ("capability", "kernels"),
     [((8, 0), "portable"), ((8, 9), "tensor-core"), ((9, 0), "warpgroup"), ((10, 0), "block-scaled")],
 )

@@ -1,0 +1,118 @@
+"""The words of messages that test_transformers_faults.py does not have."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
+
+from transformers.quantizers import auto
+
+import checkpoints
+from finegrained_kernels.checkpoint import CheckpointError
+from finegrained_kernels.integrations.transformers import quantizer, register, set_scale_strategy
+from finegrained_kernels.integrations.transformers.saving import state_of_fp8
+from moe_models import load, write_checkpoints
+
+PACKAGE = "finegrained_kernels.integrations.transformers"
+LAYER = "model.layers.1.mlp.experts"
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def dense(bundle, tmp_path_factory) -> Path:
+    return write_checkpoints(tmp_path_factory.mktemp("messages"), "qwen3_moe", input_scale=0.01)["dense"]
+
+
+def test_without_transformers(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    advice = "needs transformers 5.17 or newer, and accelerate: pip install transformers accelerate"
+    with pytest.raises(ImportError, match=f"^{PACKAGE} {advice} ") as caught:
+        importlib.import_module(PACKAGE)
+    assert caught.value.name.partition(".")[0] == "transformers"
+
+
+def test_a_method_that_somebody_else_registered(monkeypatch):
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "modelopt", dict)
+    with pytest.raises(RuntimeError, match=r"'modelopt' is registered with transformers already, by builtins\.dict"):
+        register()
+
+
+def test_files_that_are_not_safetensors():
+    with pytest.raises(CheckpointError, match=r"are loaded from safetensors files, got \['pytorch_model\.bin'\]"):
+        quantizer._root_of(["pytorch_model.bin"])
+
+
+def test_a_strategy_for_nothing():
+    with pytest.raises(ValueError, match="the model has no compressed scales: load it with scale_strategy='staged'"):
+        set_scale_strategy(torch.nn.Linear(2, 2), "fused")
+
+
+def test_saving_what_was_dequantized():
+    plan, module = SimpleNamespace(module="model.proj"), SimpleNamespace(is_dequantized=True)
+    said = r"save_pretrained: model\.proj was dequantized from FP8: load with fp8='stored' to save it"
+    with pytest.raises(ValueError, match=said):
+        next(state_of_fp8(plan, module))
+
+
+def without_input_scales(tensors: dict) -> None:
+    for name in [name for name in tensors if name.startswith(LAYER) and name.endswith("input_scale")]:
+        del tensors[name]
+
+
+def nvfp4(name: str, n: int, k: int, **more: torch.Tensor) -> Callable[[dict], object]:
+    module = checkpoints.nvfp4_module(name, n, k, torch.Generator().manual_seed(0))
+    return lambda tensors: tensors.update(module | {f"{name}.{last}": value for last, value in more.items()})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (
+            None,
+            {f"{LAYER}.3.up_proj": {"quant_algo": "W4A16_NVFP4"}},
+            rf"config\.json: {LAYER}: weight-only for some of its experts, and not for others",
+        ),
+        (
+            without_input_scales,
+            {},
+            rf"config\.json: {LAYER}: has no input scales, and other layers have: choose an activation_format",
+        ),
+        (
+            nvfp4("model.embed_tokens", 128, 128),
+            {"model.embed_tokens": {"quant_algo": "NVFP4"}},
+            r"model\.embed_tokens is Embedding, and only linear layers can be quantized",
+        ),
+        (
+            nvfp4("model.layers.0.self_attn.x_proj", 128, 128),
+            {"model.layers.0.self_attn.x_proj": {"quant_algo": "NVFP4"}},
+            r"Qwen3MoeForCausalLM has no model\.layers\.0\.self_attn\.x_proj\.weight",
+        ),
+        (
+            nvfp4(Q_PROJ, 128, 128, pre_quant_scale=torch.ones(64)),
+            {Q_PROJ: {"quant_algo": "NVFP4_AWQ"}},
+            rf"expected floats \[128\], one for each input of {Q_PROJ}, got F32 \[64\]",
+        ),
+    ],
+    ids=["weight-only", "input scales", "embedding", "no such layer", "AWQ"],
+)
+def test_of_a_checkpoint(dense, tmp_path, tensors, config, message):
+    content = checkpoints.read_tensors(dense)
+    if tensors is not None:
+        tensors(content)
+    document = json.loads((dense / "config.json").read_text())
+    document["quantization_config"]["quantized_layers"].update(config)
+    root = checkpoints.write_checkpoint(tmp_path / "damaged", content, document)
+    with pytest.raises(CheckpointError, match=message):
+        load(root)
