@@ -70,6 +70,15 @@ def test_a_worker_that_fails_says_why(bundle, warming, monkeypatch):
         bundle.warm_up(make_experts(bundle), tokens=[1], formats=["bf16"], max_workers=1)
 
 
+def test_rows_too_long_to_be_read_compressed(bundle, warming):
+    """Tiles have no room for their scales: calls decode them first, with kernels that are compiled, too."""
+    planes = torch.full((1, 64, 12288 // 16), 0x38, dtype=torch.uint8)
+    fixed, exceptions = bundle.compress_nvfp4_csf_scales(planes)
+    scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=64, num_cols=12288 // 16)
+    weight = torch.empty(64, 12288 // 2, dtype=torch.uint8)
+    assert bundle.warm_up((weight, scales), tokens=[64], formats=["bf16"], max_workers=1) > 1
+
+
 def states_of_group(leader: int) -> set[str]:
     states = set()
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -218,10 +218,13 @@ def call_linear(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any])
 
 def config_chooser(bundle: ModuleType, weight: Any, scales: Any, result_bytes: int) -> Callable[[int], Any]:
     """The tiles of calls on a stack of weights, by their number of rows."""
-    choose_config = importlib.import_module(f"{bundle.__name__}.gemm.config").choose_config
-    is_compressed = isinstance(scales, bundle.NVFP4CSFScales)
+    gemm: Any = importlib.import_module(f"{bundle.__name__}.gemm.config")
+    capability: Any = importlib.import_module(f"{bundle.__name__}.gemm.capability")
     device, (num_experts, rows, half) = weight.device, weight.shape
-    return lambda num_rows: choose_config(device, rows, 2 * half, num_rows, num_experts, result_bytes, is_compressed)
+    depth = 2 * half
+    # Scales of rows that are too long, or no whole words, are decoded before.
+    is_compressed = isinstance(scales, bundle.NVFP4CSFScales) and capability.reads_compressed_on(device, depth)
+    return lambda num_rows: gemm.choose_config(device, rows, depth, num_rows, num_experts, result_bytes, is_compressed)
 
 
 def cost(job: tuple) -> float:
