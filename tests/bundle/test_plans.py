@@ -291,6 +291,15 @@ def test_three_launches_up_to_four_tokens(bundle, gpu):
             assert not gpu.ordinary
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_each_choice_of_a_token_reads_its_row(bundle, num_tokens):
+    """By an index in memory of its own: kernels know no strides of it."""
+    layer = importlib.import_module(f"{bundle.__name__}.moe.layer")
+    index = layer._token_of_choice(num_tokens, TOP_K, device=torch.device("cpu"))
+    assert index.tolist() == [token for token in range(num_tokens) for _ in range(TOP_K)]
+    assert index.dtype == torch.int32 and index.is_contiguous() and index.untyped_storage().nbytes() == index.nbytes
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compressed", [False, True])
 def test_replayed_calls_have_the_same_bits_on_a_gpu(bundle, monkeypatch, compressed):

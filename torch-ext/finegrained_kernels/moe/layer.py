@@ -212,7 +212,7 @@ def _forward(
 
 def _token_of_choice(num_tokens: int, top_k: int, *, device: torch.device) -> torch.Tensor:
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    return tokens.unsqueeze(1).expand(-1, top_k).reshape(-1)
+    return tokens.unsqueeze(1).repeat(1, top_k).view(-1)
 
 
 def _check_call(
