@@ -26,6 +26,7 @@ from finegrained_kernels.checkpoint import (
 )
 from finegrained_kernels.checkpoint.claims import Claim
 from finegrained_kernels.checkpoint.stream import AtomicFile
+from killing import kill_and_repeat
 
 pytestmark = pytest.mark.usefixtures("bundle")
 
@@ -168,37 +169,6 @@ def test_a_file_of_the_users_in_the_work_folder_is_not_removed(source, tmp_path)
     assert checkpoints.tree(out) == {".incomplete/notes.txt": hashlib.sha256(b"mine").hexdigest()}
 
 
-KILLER = """
-import os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from finegrained_kernels import load
-from finegrained_kernels import checkpoint
-load()
-name, source, root, kills = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
-
-def fork(destination):
-    child = os.fork()
-    if child == 0:
-        getattr(checkpoint, name)(source, destination, jobs=2)
-        os._exit(0)
-    return child
-
-begin = time.perf_counter()
-assert os.waitpid(fork(root / "timed"), 0)[1] == 0
-duration = time.perf_counter() - begin
-moments = random.Random(20)
-for kill in range(kills):
-    destination = root / str(kill)
-    child = fork(destination)
-    time.sleep(moments.random() * duration)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert os.waitpid(fork(destination), 0)[1] in (0, 256), kill  # 1 where it had finished, and is refused
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["quantize", "restore"])
 def test_killed_at_random_moments(tmp_path, name):
@@ -218,12 +188,8 @@ def test_killed_at_random_moments(tmp_path, name):
         )
         quantize(source, tmp_path / "expected")
         expected = checkpoints.tree(tmp_path / "expected")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", KILLER, name, str(source), str(tmp_path / "runs"), "20"]
     (tmp_path / "runs").mkdir()
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for kill in range(20):
+    for kill in range(len(kill_and_repeat(name, source, tmp_path / "runs"))):
         assert checkpoints.tree(tmp_path / "runs" / str(kill)) == expected, kill
 
 

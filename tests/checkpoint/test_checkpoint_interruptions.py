@@ -19,53 +19,9 @@ from safetensors import safe_open
 import checkpoints
 from conftest import ROOT
 from finegrained_kernels.checkpoint import CheckpointError, compress, quantize, restore, verify
+from killing import kill_and_repeat
 
 pytestmark = pytest.mark.usefixtures("bundle")
-
-SEED = 20
-KILLS = 20
-
-# A process that has loaded everything, and no thread yet, forks the runs that it kills: each would else take seconds.
-KILLER = """
-import json, os, random, shutil, signal, sys, time
-from pathlib import Path
-import torch
-from safetensors import safe_open
-torch.set_num_threads(1)
-from finegrained_kernels import load
-from finegrained_kernels.checkpoint import compress
-load()
-source, root, layout = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-kills, seed = int(sys.argv[4]), int(sys.argv[5])
-
-def fork(destination):
-    child = os.fork()
-    if child == 0:
-        compress(source, destination, layout=layout, jobs=2)
-        os._exit(0)
-    return child
-
-begin = time.perf_counter()
-assert os.waitpid(fork(root / "timed"), 0)[1] == 0
-duration = time.perf_counter() - begin
-shutil.rmtree(root / "timed")
-moments = random.Random(seed)
-for kill in range(kills):
-    destination = root / str(kill)
-    child = fork(destination)
-    time.sleep(moments.random() * duration)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    finished = [p for p in destination.rglob("*") if p.is_file() and ".incomplete" not in p.parts]
-    for path in finished:  # whatever has its name is whole
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                assert file.keys()
-        elif path.suffix == ".json":
-            json.loads(path.read_text())
-    print(kill, len(finished), flush=True)
-    assert os.waitpid(fork(destination), 0)[1] == 0
-"""
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +47,12 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess:
 def test_killed_at_random_moments_then_resumed(source, tmp_path, layout):
     before = checkpoints.tree(source)
     compress(source, tmp_path / "expected", layout=layout)
-    result = run(KILLER, source, tmp_path, layout, KILLS, SEED)
-    assert result.returncode == 0, f"seed {SEED}\n{result.stdout}\n{result.stderr}"
+    counts = kill_and_repeat("compress", source, tmp_path, layout=layout)
     expected = checkpoints.tree(tmp_path / "expected")
-    for kill in range(KILLS):
-        assert checkpoints.tree(tmp_path / str(kill)) == expected, f"kill {kill}, seed {SEED}\n{result.stdout}"
+    for kill in range(len(counts)):
+        assert checkpoints.tree(tmp_path / str(kill)) == expected, f"kill {kill}"
     assert checkpoints.tree(source) == before
-    caught = {line.split()[1] for line in result.stdout.splitlines()}
-    assert len(caught) > 1, f"every kill hit the same state\n{result.stdout}"
+    assert len(set(counts)) > 1, f"every kill hit the same state: {counts}"
 
 
 def test_a_second_run_keeps_what_is_finished_and_sound(source, tmp_path):
