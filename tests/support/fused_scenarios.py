@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gemm_scenarios import activations, expert_sums, gated_answer, poisoned_memory, routing_ids
+from gemm_scenarios import activations, expert_sums, gated_answer, poisoned_memory, routed_rows, routing_options
 from numeric import make_coded_planes, oracle_weights
 
 AXES = {
@@ -147,39 +147,27 @@ def build(bundle, choice: dict, device: str) -> Problem:
     stack = stack.to(device)
     compressed = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry)
 
-    ids = routing_ids(s) if s.op != "2d" else torch.zeros(s.tokens, 1, dtype=torch.int32)
-    flat = ids.flatten().to(device)
-    valid = (flat >= 0) & (flat < s.experts)
-    row_expert = torch.where(valid, flat, -1).long()
-    sources = torch.arange(len(flat), device=device) // s.top_k
+    rows = routed_rows(s, device)
     reference = importlib.import_module(f"{bundle.__name__}.nvfp4.reference")
     a = torch.randn(s.tokens, s.depth).to(device)
-    a, a_scales, options, values = activations(bundle, reference, s, a, row_expert, sources)
+    a, a_scales, options, values = activations(bundle, reference, s, a, rows)
     options |= {"b_global_scale": b_global.to(device), "gate": halves == 2}
     options |= {"output_dtype": torch.float32} if s.output == "float32" else {}
     b, planes = packed.to(device), stack.planes.view(torch.float8_e4m3fn)
     if s.op == "2d":
         b, planes, options["b_global_scale"] = b[0], planes[0], options["b_global_scale"][0]
-        if s.activation == "w4a4_per_expert":
-            options["a_global_scale"] = options["a_global_scale"][0]
-    elif s.op == "batched":
-        options |= {"expert_ids": flat, "gather_idx": sources.int()}
-    else:
-        start, gather, scatter = bundle.compute_grouped_scheduling(ids.to(device), s.experts, s.top_k)
-        if s.routing == "padded":
-            start = torch.cat([start, torch.full((9,), 1 << 30, dtype=torch.int32, device=device)])
-        options |= {"expert_start": start, "gather_idx": gather, "scatter_idx": scatter}
+    options |= routing_options(bundle, s, rows)
     if halves == 1:
         options["b_global_scale"] = options["b_global_scale"][..., 0]
 
-    sums, bounds = expert_sums(values, weight, row_expert)
+    sums, bounds = expert_sums(values, weight, rows.expert)
     answer, bound = sums[:, 0], bounds[:, 0]
     if halves == 2:
         alpha, limit = (1.702, 1.5) if s.gate == "limited" else (1.0, None)
         if limit:
             options |= {"swiglu_alpha": alpha, "swiglu_limit": limit}
         answer, bound = gated_answer(*sums.unbind(1), *bounds.unbind(1), alpha, limit)
-    answer, bound = (torch.where(valid[:, None], tensor, 0.0) for tensor in (answer, bound))
+    answer, bound = (torch.where((rows.expert >= 0)[:, None], tensor, 0.0) for tensor in (answer, bound))
     output_global = torch.rand(s.experts, device=device) * 0.1 + 0.01
     return Problem((a, b, a_scales, planes), options, compressed, answer, bound, output_global)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from itertools import combinations, product
+from typing import NamedTuple
 
 import torch
 
@@ -110,18 +111,48 @@ def routing_ids(s: Scenario) -> torch.Tensor:
     return ids.int()
 
 
-def activations(bundle, reference, s: Scenario, a: torch.Tensor, row_expert: torch.Tensor, sources: torch.Tensor):
+class RoutedRows(NamedTuple):
+    """Of each output row: the expert, -1 for none, and the row of the activations that it reads."""
+
+    ids: torch.Tensor  # as they come, int32
+    expert: torch.Tensor
+    source: torch.Tensor
+
+
+def routed_rows(s: Scenario, device: str) -> RoutedRows:
+    """The rows of `s`, drawn at random."""
+    ids = routing_ids(s) if s.op != "2d" else torch.zeros(s.tokens, 1, dtype=torch.int32)
+    flat = ids.flatten().to(device)
+    expert = torch.where((flat >= 0) & (flat < s.experts), flat, -1).long()
+    return RoutedRows(flat, expert, torch.arange(len(flat), device=device) // s.top_k)
+
+
+def routing_options(bundle, s: Scenario, rows: RoutedRows) -> dict:
+    """What tells the call its rows; nothing of one weight."""
+    if s.op == "2d":
+        return {}
+    if s.op == "batched":
+        return {"expert_ids": rows.ids, "gather_idx": rows.source.int()}
+    start, gather, scatter = bundle.compute_grouped_scheduling(rows.ids.view(-1, s.top_k), s.experts, s.top_k)
+    if s.routing == "padded":
+        start = torch.cat([start, start.new_full((9,), 1 << 30)])
+    return {"expert_start": start, "gather_idx": gather, "scatter_idx": scatter}
+
+
+def activations(bundle, reference, s: Scenario, a: torch.Tensor, rows: RoutedRows):
     """(A, As, options, float64 value of each routed row's activations)."""
+    sources = rows.source
     if s.activation.startswith("w4a16"):
         a = a.half() if s.activation.endswith("fp16") else a.bfloat16()
         return a, None, {"activation_format": "bf16"}, a.double()[sources]
     a = a.bfloat16()
     expert_global = torch.rand(s.experts) * 1e-2 + 1e-3
     if s.activation == "w4a4_per_expert":
-        row_global = expert_global[row_expert.clamp(min=0).cpu()].unsqueeze(1).to(a.device)
+        row_global = expert_global[rows.expert.clamp(min=0).cpu()].unsqueeze(1).to(a.device)
         packed, scales, _ = bundle.nvfp4_act_quant(a[sources], row_global)
         values = reference.dequantize_nvfp4(packed, scales) * row_global
-        return a, None, {"a_global_scale": expert_global.to(a.device)}, values
+        a_global = expert_global[0] if s.op == "2d" else expert_global
+        return a, None, {"a_global_scale": a_global.to(a.device)}, values
     a_global = None if s.activation == "w4a4_rowwise" else torch.tensor(0.003, device=a.device)
     packed, scales, a_global = bundle.nvfp4_act_quant(a, a_global)
     values = (reference.dequantize_nvfp4(packed, scales) * a_global)[sources]
@@ -157,7 +188,7 @@ def build(bundle, reference, s: Scenario, device: str) -> Problem:
     if s.op == "2d":
         s = replace(s, experts=1, top_k=1)
     halves = 1 if s.gate == "none" else 2
-    ids = routing_ids(s) if s.op != "2d" else torch.zeros(s.tokens, 1, dtype=torch.int32)
+    rows = routed_rows(s, device)
     weight = torch.randn(s.experts, halves, s.cols, s.depth) / s.depth**0.5
     packed, scales, b_global = bundle.nvfp4_quantize_two_level(weight.to(device))
     b = packed.flatten(1, 2)
@@ -167,29 +198,16 @@ def build(bundle, reference, s: Scenario, device: str) -> Problem:
         bs = bundle.swizzle_mx_scales(bs)
     a = torch.randn(s.tokens, s.depth).to(device)
 
-    flat = ids.flatten().to(device)
-    valid = (flat >= 0) & (flat < s.experts)
-    row_expert = torch.where(valid, flat, -1).long()
-    sources = torch.arange(len(flat), device=device) // s.top_k
-    a_arg, as_arg, options, values = activations(bundle, reference, s, a, row_expert, sources)
-    options["b_global_scale"] = b_global if s.op != "2d" else b_global[0]
+    a_arg, as_arg, options, values = activations(bundle, reference, s, a, rows)
+    options |= {"b_global_scale": b_global if s.op != "2d" else b_global[0]} | routing_options(bundle, s, rows)
     if s.op == "2d":
         b, bs = b[0], bs[0]
-        if s.activation == "w4a4_per_expert":
-            options["a_global_scale"] = options["a_global_scale"][0]
-    elif s.op == "batched":
-        options |= {"expert_ids": flat, "gather_idx": sources.int()}
-    else:
-        start, gather, scatter = bundle.compute_grouped_scheduling(ids.to(device), s.experts, s.top_k)
-        if s.routing == "padded":
-            start = torch.cat([start, torch.full((9,), 1 << 30, dtype=torch.int32, device=device)])
-        options |= {"expert_start": start, "gather_idx": gather, "scatter_idx": scatter}
     output_global = torch.rand(s.experts, device=device) * 0.1 + 0.01
     if s.op == "2d":
         output_global = output_global[:1]
     options["gate"] = s.gate != "none"
 
-    sums, bounds = expert_sums(values, dense_weight, row_expert)
+    sums, bounds = expert_sums(values, dense_weight, rows.expert)
     if halves == 1:
         answer, bound = sums[:, 0], bounds[:, 0]
     else:
@@ -197,8 +215,8 @@ def build(bundle, reference, s: Scenario, device: str) -> Problem:
         if s.gate == "limited":
             options |= {"swiglu_alpha": alpha, "swiglu_limit": limit}
         answer, bound = gated_answer(*sums.unbind(1), *bounds.unbind(1), alpha, limit)
-    answer = torch.where(valid[:, None], answer, 0.0)
-    return Problem((a_arg, b, as_arg, bs), options, answer, bound, row_expert, output_global)
+    answer = torch.where((rows.expert >= 0)[:, None], answer, 0.0)
+    return Problem((a_arg, b, as_arg, bs), options, answer, bound, rows.expert, output_global)
 
 
 @contextmanager
