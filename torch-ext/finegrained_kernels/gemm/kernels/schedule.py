@@ -38,6 +38,12 @@ def add(a, b):
 
 
 @triton.jit
+def tiles_of(rows, BLOCK_T: tl.constexpr):
+    """Row tiles of so many rows, none of a negative number. Of what is not negative a division is a shift."""
+    return tl.maximum(rows + (BLOCK_T - 1), 0) // BLOCK_T
+
+
+@triton.jit
 def count_tiles(experts, routing, num_rows, num_experts, BLOCK_T: tl.constexpr):
     """(row tiles up to and including every expert [BLOCK_E], or 0 where rows are not grouped; all row tiles)."""
     tile_ends = 0
@@ -47,11 +53,11 @@ def count_tiles(experts, routing, num_rows, num_experts, BLOCK_T: tl.constexpr):
         start = tl.load(routing.expert_start + experts, mask=experts < num_experts, other=0)
         end = tl.load(routing.expert_start + experts + 1, mask=experts < num_experts, other=0)
         rows = tl.minimum(end, num_rows) - tl.maximum(start, 0)  # those that exist, whatever the entries
-        tile_ends = tl.associative_scan((tl.maximum(rows, 0) + BLOCK_T - 1) // BLOCK_T, 0, add)
-        of_none = tl.maximum(num_rows - tl.maximum(tl.load(routing.expert_start + num_experts), 0), 0)
-        row_tiles = tl.max(tile_ends, axis=0) + (of_none + BLOCK_T - 1) // BLOCK_T
+        tile_ends = tl.associative_scan(tiles_of(rows, BLOCK_T), 0, add)
+        of_none = num_rows - tl.maximum(tl.load(routing.expert_start + num_experts), 0)
+        row_tiles = tl.max(tile_ends, axis=0) + tiles_of(of_none, BLOCK_T)
     else:
-        row_tiles = (num_rows + BLOCK_T - 1) // BLOCK_T
+        row_tiles = tiles_of(num_rows, BLOCK_T)
     return tile_ends, row_tiles
 
 
@@ -87,21 +93,27 @@ def with_weights(tile, schedule):
 
 
 @triton.jit
-def source_rows(schedule, tile, rows):
-    """The activation row of a tile's `rows` (counted from its first); -1 where there is none."""
+def indexed_rows(index_ptr, tile, rows):
+    """What an index has for those of a tile's `rows` (counted from its first) that exist, -1 for others, and which do;
+    without an index, the rows themselves."""
     rows = tile.first + rows
     ok = rows < tile.end
-    if schedule.routing.gather is not None:
-        rows = tl.load(schedule.routing.gather + rows, mask=ok, other=-1)
+    if index_ptr is not None:
+        rows = tl.load(index_ptr + rows, mask=ok, other=-1)
+    return rows, ok
+
+
+@triton.jit
+def source_rows(schedule, tile, rows):
+    """The activation row of a tile's `rows`; -1 where there is none."""
+    rows, ok = indexed_rows(schedule.routing.gather, tile, rows)
     return tl.where(ok & (rows >= 0) & (rows < schedule.num_sources), rows, -1).to(tl.int32)
 
 
 @triton.jit
 def target_rows(schedule, tile, rows):
-    """(output row, whether to write it) of a tile's `rows` (counted from its first)."""
-    rows = tile.first + rows
-    ok = rows < tile.end
+    """(output row, whether to write it) of a tile's `rows`."""
+    rows, ok = indexed_rows(schedule.routing.scatter, tile, rows)
     if schedule.routing.scatter is not None:
-        rows = tl.load(schedule.routing.scatter + rows, mask=ok, other=-1)
         ok = (rows >= 0) & (rows < schedule.num_rows)
     return rows, ok
