@@ -57,7 +57,7 @@ def codec_cases(bundle: ModuleType) -> list[Case]:
     encode_pointers |= dict.fromkeys(("plane_counts_ptr", "plane_ends_ptr", "host_ends_ptr"), "*i64")
     cases = []
     for shape, (rows, cols) in SHAPES.items():
-        plane = {"NUM_ROWS": rows, "NUM_COLS": cols, "POSITION_BITS": csf.position_bits}
+        plane = {"NUM_ROWS": rows, "NUM_COLS": cols}
         slabs = {"NUM_SLABS": rows // csf.rows_per_slab, "SLAB_BYTES": csf.slab_bytes(cols)}
         launches = itertools.product(("rows", "swizzled"), (True, False), ("", " routed", " routed to many"))
         for layout, aligned, routing in launches:

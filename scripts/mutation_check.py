@@ -211,8 +211,8 @@ FAULTS = [
     Fault(
         "int32 overflow (swizzled)",
         f"{CSF}/decode_tiles.py",
-        "    plane = plane.to(tl.int64)\n    out_ptr += plane * (ROW_TILES",
-        "    out_ptr += plane * (ROW_TILES",
+        "    plane = plane.to(tl.int64)\n    out_ptr += plane * swizzled_bytes",
+        "    out_ptr += plane * swizzled_bytes",
         INTERPRETED,
     ),
     Fault(

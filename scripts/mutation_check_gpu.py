@@ -118,7 +118,7 @@ FAULTS = [
     Fault(
         "exceptions of a tile's last offset tile dropped",
         f"{KERNELS}/scale_strip.py",
-        "(plane + (end + OFFSET_TILE - 1) // OFFSET_TILE)",
+        "(plane + offset_tiles(end))",
         "(plane + end // OFFSET_TILE)",
         MMA,
     ),

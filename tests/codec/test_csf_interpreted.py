@@ -171,7 +171,7 @@ def far_plane_case(bundle: ModuleType, swizzled: bool) -> None:
     decode_plane[(1,)](
         out, tiles.Stream(bases, codes, scales.exceptions, offsets), plane,
         tiles.decode_swizzled_tile if swizzled else tiles.decode_row_tile,
-        PLANE=tiles.Plane(num_rows, num_cols, num_rows * num_cols, 1024, 24), BLOCK=128 if swizzled else 64, BLOCK_X=32,
+        PLANE=tiles.Plane(num_rows, num_cols, num_rows * num_cols), BLOCK=128 if swizzled else 64, BLOCK_X=32,
     )  # fmt: skip
     assert_same(out[-expected.size :], expected, f"plane {plane} from byte {plane * expected.size}")
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..swizzle_triton import swizzled_offset
+from ..swizzle_triton import col_tiles, swizzled_bytes, swizzled_offset
+from .words_triton import OFFSET_TILE, exception_position, exception_value, offset_tiles
 
 
 class Stream(NamedTuple):
@@ -37,44 +38,48 @@ class Plane:
     COLS: int
     BYTES: int
     """Of the plane, decoded."""
-    OFFSET_TILE: int
-    """Positions between two entries of the exceptions' offsets."""
-    POSITION_BITS: int
+
+
+class Span(NamedTuple):
+    """Exceptions `[begin, end)`: those of the positions `[first, last)` of a plane, give or take an offset tile's."""
+
+    begin: Any
+    end: Any
+    first: Any
+    last: Any
 
 
 @triton.jit
-def plane_exceptions(offsets_ptr, plane, first, last, PLANE: tl.constexpr):
-    """Where the exceptions of positions `[first, last)` of a plane lie, give or take those of an offset tile."""
-    offsets_ptr += plane * ((PLANE.BYTES + PLANE.OFFSET_TILE - 1) // PLANE.OFFSET_TILE)
-    begin = tl.load(offsets_ptr + first // PLANE.OFFSET_TILE)
-    end = tl.load(offsets_ptr + (last + PLANE.OFFSET_TILE - 1) // PLANE.OFFSET_TILE)
-    return begin, end
+def plane_span(offsets_ptr, plane, first, last, PLANE: tl.constexpr):
+    offsets_ptr += plane * offset_tiles(PLANE.BYTES)
+    begin = tl.load(offsets_ptr + first // OFFSET_TILE)
+    end = tl.load(offsets_ptr + offset_tiles(last))
+    return Span(begin, end, first, last)
 
 
 @triton.jit
-def store_exceptions(out_ptr, words, mask, first, last, PLANE: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Store the exceptions whose position is in `[first, last)` of the plane at `out_ptr`."""
-    position = words & ((1 << PLANE.POSITION_BITS) - 1)
-    mask = mask & (position >= first) & (position < last)
+def store_exceptions(out_ptr, words, mask, span, PLANE: tl.constexpr, SWIZZLED: tl.constexpr):
+    """Store those of `words` whose position in the plane at `out_ptr` is in the span."""
+    position = exception_position(words)
+    mask = mask & (position >= span.first) & (position < span.last)
     if SWIZZLED:
-        COL_TILES: tl.constexpr = (PLANE.COLS + 3) // 4
-        position = swizzled_offset(position // PLANE.COLS, position % PLANE.COLS, COL_TILES, UNIT=1)
-    tl.store(out_ptr + position, (words >> PLANE.POSITION_BITS).to(tl.uint8), mask=mask, cache_modifier=".cg")
+        row, col = position // PLANE.COLS, position % PLANE.COLS
+        position = swizzled_offset(row, col, col_tiles(PLANE.COLS), UNIT=1)
+    tl.store(out_ptr + position, exception_value(words).to(tl.uint8), mask=mask, cache_modifier=".cg")
 
 
 @triton.jit
 def finish_with_exceptions(
-    out_ptr, exceptions_ptr, words, x_begin, x_end, first, last,
-    PLANE: tl.constexpr, BLOCK_X: tl.constexpr, SWIZZLED: tl.constexpr,
+    out_ptr, exceptions_ptr, words, span, PLANE: tl.constexpr, BLOCK_X: tl.constexpr, SWIZZLED: tl.constexpr
 ):  # fmt: skip
     """Once all of the tile is stored, store its exceptions over it: `words`, loaded before, and any that are left."""
     tl.debug_barrier()
-    offs_x = x_begin + tl.arange(0, BLOCK_X)
-    store_exceptions(out_ptr, words, offs_x < x_end, first, last, PLANE, SWIZZLED)
-    for i_x in range(x_begin + BLOCK_X, x_end, BLOCK_X):
+    offs_x = span.begin + tl.arange(0, BLOCK_X)
+    store_exceptions(out_ptr, words, offs_x < span.end, span, PLANE=PLANE, SWIZZLED=SWIZZLED)
+    for i_x in range(span.begin + BLOCK_X, span.end, BLOCK_X):
         offs_x = i_x + tl.arange(0, BLOCK_X)
-        words = tl.load(exceptions_ptr + offs_x, mask=offs_x < x_end, other=0)
-        store_exceptions(out_ptr, words, offs_x < x_end, first, last, PLANE, SWIZZLED)
+        words = tl.load(exceptions_ptr + offs_x, mask=offs_x < span.end, other=0)
+        store_exceptions(out_ptr, words, offs_x < span.end, span, PLANE=PLANE, SWIZZLED=SWIZZLED)
 
 
 @triton.jit
@@ -118,9 +123,9 @@ def decode_row_tile(
     codes_ptr = stream.codes + plane * (PLANE_BYTES // 2)
     first = i_tile * (8 * BLOCK)
     last = min(first + 8 * BLOCK, PLANE_BYTES)
-    x_begin, x_end = plane_exceptions(stream.exception_offsets, plane, first, last, PLANE)
-    offs_x = x_begin + tl.arange(0, BLOCK_X)
-    words = tl.load(stream.exceptions + offs_x, mask=offs_x < x_end, other=0)
+    span = plane_span(stream.exception_offsets, plane, first, last, PLANE)
+    offs_x = span.begin + tl.arange(0, BLOCK_X)
+    words = tl.load(stream.exceptions + offs_x, mask=offs_x < span.end, other=0)
 
     offs = i_tile * BLOCK + tl.arange(0, BLOCK)
     mask = offs < PLANE_BYTES // 8
@@ -139,17 +144,27 @@ def decode_row_tile(
         tl.store(out_ptr + offs_b, (value >> (offs_b % 8 * 8).to(tl.uint64)).to(tl.uint8))
 
     finish_with_exceptions(
-        out_ptr, stream.exceptions, words, x_begin, x_end, first, last, PLANE, BLOCK_X, SWIZZLED=False
+        out_ptr, stream.exceptions, words, span, PLANE=PLANE, BLOCK_X=BLOCK_X, SWIZZLED=False
     )  # fmt: skip
 
 
-@triton.jit
-def load_codes(codes_ptr, row, group, mask, NUM_COLS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The codes of a row in one group of column tiles, 16 bits each: `WIDTH` of them in each of `PARTS`, one or two.
+@triton.constexpr_function
+def code_parts(num_cols: int) -> int:
+    """Parts of a group of column tiles."""
+    return 2 if num_cols % 32 == 0 else 1
 
-    Zero where there are none.
-    """
-    if PARTS == 2:
+
+@triton.constexpr_function
+def code_width(num_cols: int) -> int:
+    """Column tiles in each part, whose codes of a row are one word."""
+    return 4 if num_cols % 16 == 0 else 2 if num_cols % 8 == 0 else 1
+
+
+@triton.jit
+def load_codes(codes_ptr, row, group, mask, NUM_COLS: tl.constexpr):
+    """The codes of a row in one group of column tiles, 16 bits a tile, by part; zero where there are none."""
+    WIDTH: tl.constexpr = code_width(NUM_COLS)
+    if code_parts(NUM_COLS) == 2:
         offs = (row * (NUM_COLS // 16) + group * 2)[:, None] + tl.arange(0, 2)[None, :]
         codes = tl.load(codes_ptr.to(tl.pointer_type(tl.uint64)) + offs, mask=mask[:, None], other=0)
         first, second = tl.split(codes)
@@ -167,12 +182,10 @@ def load_codes(codes_ptr, row, group, mask, NUM_COLS: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def load_two_rows(
-    codes_ptr, row, group, mask, num_rows, NUM_COLS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
-):
+def load_two_rows(codes_ptr, row, group, mask, num_rows, NUM_COLS: tl.constexpr):
     """`load_codes` of `row` and of the row 32 further down."""
-    upper = load_codes(codes_ptr, row, group, mask & (row < num_rows), NUM_COLS, PARTS, WIDTH)
-    lower = load_codes(codes_ptr, row + 32, group, mask & (row + 32 < num_rows), NUM_COLS, PARTS, WIDTH)
+    upper = load_codes(codes_ptr, row, group, mask & (row < num_rows), NUM_COLS)
+    lower = load_codes(codes_ptr, row + 32, group, mask & (row + 32 < num_rows), NUM_COLS)
     return upper, lower
 
 
@@ -216,20 +229,19 @@ def decode_swizzled_tile(
     NUM_ROWS: tl.constexpr = PLANE.ROWS
     NUM_COLS: tl.constexpr = PLANE.COLS
     PLANE_BYTES: tl.constexpr = PLANE.BYTES
-    ROW_TILES: tl.constexpr = (NUM_ROWS + 127) // 128
-    COL_TILES: tl.constexpr = (NUM_COLS + 3) // 4
-    PARTS: tl.constexpr = 2 if NUM_COLS % 32 == 0 else 1
-    WIDTH: tl.constexpr = 4 if NUM_COLS % 16 == 0 else 2 if NUM_COLS % 8 == 0 else 1
+    COL_TILES: tl.constexpr = col_tiles(NUM_COLS)
+    PARTS: tl.constexpr = code_parts(NUM_COLS)
+    WIDTH: tl.constexpr = code_width(NUM_COLS)
     GROUPS: tl.constexpr = COL_TILES // (PARTS * WIDTH)
     plane = plane.to(tl.int64)
-    out_ptr += plane * (ROW_TILES * COL_TILES * 512)
+    out_ptr += plane * swizzled_bytes(NUM_ROWS, NUM_COLS)
     bases_ptr = stream.bases + plane * NUM_ROWS + i_tile * 128
     codes_ptr = stream.codes + plane * (PLANE_BYTES // 2) + i_tile * (64 * NUM_COLS)
     first = i_tile * (128 * NUM_COLS)
     last = min(first + 128 * NUM_COLS, PLANE_BYTES)
-    x_begin, x_end = plane_exceptions(stream.exception_offsets, plane, first, last, PLANE)
-    offs_x = x_begin + tl.arange(0, BLOCK_X)
-    words = tl.load(stream.exceptions + offs_x, mask=offs_x < x_end, other=0)
+    span = plane_span(stream.exception_offsets, plane, first, last, PLANE)
+    offs_x = span.begin + tl.arange(0, BLOCK_X)
+    words = tl.load(stream.exceptions + offs_x, mask=offs_x < span.end, other=0)
 
     tile_ptr = out_ptr + i_tile * (COL_TILES * 512)
     words_ptr = (tile_ptr - shift).to(tl.pointer_type(tl.uint64))
@@ -247,11 +259,11 @@ def decode_swizzled_tile(
     for i_group in range(0, GROUPS, BLOCK // 64):
         group = i_group + nth // 64
         mask = group < GROUPS
-        upper, lower = load_two_rows(codes_ptr, row, group, mask, num_rows, NUM_COLS, PARTS, WIDTH)
+        upper, lower = load_two_rows(codes_ptr, row, group, mask, num_rows, NUM_COLS=NUM_COLS)
         if not ALIGNED:
-            codes = load_two_rows(codes_ptr, row_before, group, mask, num_rows, NUM_COLS, PARTS, WIDTH)
+            codes = load_two_rows(codes_ptr, row_before, group, mask, num_rows, NUM_COLS=NUM_COLS)
             mask_carried = mask & is_first & (group > 0)
-            carried = load_two_rows(codes_ptr, row_before, group - 1, mask_carried, num_rows, NUM_COLS, PARTS, WIDTH)
+            carried = load_two_rows(codes_ptr, row_before, group - 1, mask_carried, num_rows, NUM_COLS=NUM_COLS)
             upper_before = tiles_before(codes[0], carried[0], is_first, PARTS, WIDTH)
             lower_before = tiles_before(codes[1], carried[1], is_first, PARTS, WIDTH)
         for i_part in tl.static_range(PARTS):
@@ -274,7 +286,7 @@ def decode_swizzled_tile(
         row = offs // 8 % 2 * 64 + offs // 16 % 32
         group = offs // 512 // (PARTS * WIDTH)
         in_group = offs // 512 % (PARTS * WIDTH)
-        upper, lower = load_two_rows(codes_ptr, row, group, end < 8, num_rows, NUM_COLS, PARTS, WIDTH)
+        upper, lower = load_two_rows(codes_ptr, row, group, end < 8, num_rows, NUM_COLS=NUM_COLS)
         is_second = in_group >= WIDTH
         bit = (16 * (in_group % WIDTH)).to(tl.uint64)
         value = add_bases(
@@ -284,5 +296,5 @@ def decode_swizzled_tile(
         tl.store(tile_ptr + offs, (value >> (offs % 8 * 8).to(tl.uint64)).to(tl.uint8))
 
     finish_with_exceptions(
-        out_ptr, stream.exceptions, words, x_begin, x_end, first, last, PLANE, BLOCK_X, SWIZZLED=True
+        out_ptr, stream.exceptions, words, span, PLANE=PLANE, BLOCK_X=BLOCK_X, SWIZZLED=True
     )  # fmt: skip

@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 
 from ..device import cdiv, next_power_of_2, num_sms
-from ..formats import NVFP4_CSF
 from ..launching import BoundKernel, bind
 from ..swizzle import swizzled_shape
 from .decode_tiles import Plane, Stream, decode_row_tile, decode_swizzled_tile
-from .scales import TILE_BYTES
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,10 @@ def decode_items(
     BLOCK: tl.constexpr = LAUNCH.MANY_BLOCK if ARE_MANY else LAUNCH.BLOCK
     decode_tile: tl.constexpr = decode_swizzled_tile if LAUNCH.SWIZZLED else decode_row_tile
     while found > 0:
-        decode_tile(out_ptr, stream, found - 1, item % TILES, shift, PLANE, BLOCK, LAUNCH.BLOCK_X, LAUNCH.ALIGNED)
+        decode_tile(
+            out_ptr, stream, found - 1, item % TILES, shift,
+            PLANE=PLANE, BLOCK=BLOCK, BLOCK_X=LAUNCH.BLOCK_X, ALIGNED=LAUNCH.ALIGNED,
+        )  # fmt: skip
         item += tl.num_programs(0)
         found = tl.sum(tl.where(rank == item // TILES, expert + 1, 0))
     return item, found
@@ -91,17 +92,21 @@ def decode_kernel(
             if are_many:
                 found = tl.sum(tl.where(rank == item // LAUNCH.MANY_TILES, expert + 1, 0))
                 item, found = decode_items(
-                    out_ptr, stream, expert, rank, found, item, shift, PLANE, LAUNCH, ARE_MANY=True
-                )
+                    out_ptr, stream, expert, rank, found,
+                    item=item, shift=shift, PLANE=PLANE, LAUNCH=LAUNCH, ARE_MANY=True,
+                )  # fmt: skip
             # Nothing is left for it where many were found; as an `else` it would cost registers.
-            item, found = decode_items(out_ptr, stream, expert, rank, found, item, shift, PLANE, LAUNCH, ARE_MANY=False)
+            item, found = decode_items(
+                out_ptr, stream, expert, rank, found,
+                item=item, shift=shift, PLANE=PLANE, LAUNCH=LAUNCH, ARE_MANY=False,
+            )  # fmt: skip
             if first_expert + LAUNCH.BLOCK_E < num_planes:
                 num_seen = tl.maximum(num_seen, tl.max(rank) + 1)
     else:
         decode_tile: tl.constexpr = decode_swizzled_tile if LAUNCH.SWIZZLED else decode_row_tile
         decode_tile(
             out_ptr, stream, item // LAUNCH.TILES, item % LAUNCH.TILES, shift,
-            PLANE, LAUNCH.BLOCK, LAUNCH.BLOCK_X, LAUNCH.ALIGNED,
+            PLANE=PLANE, BLOCK=LAUNCH.BLOCK, BLOCK_X=LAUNCH.BLOCK_X, ALIGNED=LAUNCH.ALIGNED,
         )  # fmt: skip
 
 
@@ -165,7 +170,7 @@ def decode_launch(
 
 def plane_of(num_rows: int, num_cols: int) -> Plane:
     """Planes of these rows and columns, for the kernels."""
-    return Plane(num_rows, num_cols, num_rows * num_cols, TILE_BYTES, NVFP4_CSF.position_bits)
+    return Plane(num_rows, num_cols, num_rows * num_cols)
 
 
 def launch_decode(

@@ -23,6 +23,7 @@ import triton.language as tl
 from ..device import cdiv, next_power_of_2
 from ..formats import NVFP4_CSF
 from ..launching import BoundKernel, bind
+from .words_triton import exception_word
 
 EACH = tl.constexpr(0x01010101)
 """Multiplier that puts one value into each of four bytes."""
@@ -259,7 +260,7 @@ def ends_kernel(plane_counts_ptr, host_ends_ptr, num_planes, BLOCK: tl.constexpr
 @triton.jit(do_not_specialize=["num_slabs"])
 def write_kernel(
     planes_ptr, fixed_ptr, slab_ends_ptr, plane_ends_ptr, words_ptr, num_slabs,
-    NUM_SLABS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, POSITION_BITS: tl.constexpr,
+    NUM_SLABS: tl.constexpr, NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr,
     SLABS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write codes and exception words of `SLABS` slabs of 16 rows, `BLOCK` times eight units at a time.
@@ -307,7 +308,7 @@ def write_kernel(
             value = tl.load(planes_ptr + at, mask=some, other=0).to(tl.uint32)
             position = (first_slab % NUM_SLABS).to(tl.int32) * (16 * NUM_COLS) + at
             position = position % (16 * NUM_COLS * NUM_SLABS)
-            tl.store(words_ptr + place, (value << POSITION_BITS) | position.to(tl.uint32), mask=some)
+            tl.store(words_ptr + place, exception_word(position.to(tl.uint32), value), mask=some)
             place += some.to(tl.int32)
             left ^= lowest
 
@@ -364,7 +365,6 @@ def write_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int
     kernel = bind(
         write_kernel,
         NUM_SLABS=num_slabs, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols),
-        POSITION_BITS=NVFP4_CSF.position_bits,
         **config,
     )  # fmt: skip
     return (cdiv(num_planes * num_slabs, config["SLABS"]),), kernel

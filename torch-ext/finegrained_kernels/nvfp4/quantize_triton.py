@@ -13,7 +13,7 @@ import triton.language as tl
 from ..device import cdiv, on_device
 from ..launching import bind
 from .reference import GROUP
-from .rounding import e2m1_from_value, e4m3_to_float, global_from_row_amax, scale_from_amax
+from .rounding import e2m1_from_value, e2m1_to_float, e4m3_to_float, global_from_row_amax, scale_from_amax
 
 
 @triton.jit
@@ -120,9 +120,9 @@ def expand_rows_kernel(
     offsets = rows * (K // 16) + (k // 16 + tl.arange(0, BLOCK_K // 16))[None, :]
     scale = tl.load(scales_ptr + offsets, mask=within(in_output, k // 16, K // 16, BLOCK_K // 16), other=0)
     code = tl.join(byte, byte >> 4).reshape(BLOCK_R, BLOCK_K // 16, 16)
-    bits = ((code & 8) << 28) | ((code & 7) << 22)  # value * 2^-126, also where that is subnormal
-    value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-    value = (value * e4m3_to_float(scale.to(tl.int32))[:, :, None]).reshape(BLOCK_R, BLOCK_K).to(tl.bfloat16)
+    value = (
+        (e2m1_to_float(code) * e4m3_to_float(scale.to(tl.int32))[:, :, None]).reshape(BLOCK_R, BLOCK_K).to(tl.bfloat16)
+    )
     offsets = rows * K + (k + tl.arange(0, BLOCK_K))[None, :]
     tl.store(operand_ptr + offsets, value, mask=within(in_output, k, K, BLOCK_K))
 

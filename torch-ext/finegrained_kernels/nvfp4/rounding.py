@@ -45,6 +45,13 @@ def e4m3_to_float(byte):
 
 
 @triton.jit
+def e2m1_to_float(code):
+    """float32 of the code in the low 4 bits of int32."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)  # the value times 2^-126, also where that is subnormal
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
 def e2m1_from_value(value, sign, step):
     """(E2M1 number as float32, its code as int32) nearest to float32 `value` in units of its group's `step`; saturates.
     `sign`: bit 31 of int32 is the value's, be it a NaN's too, of which conversions to float32 may lose it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from .epilogue import token_halves
+from .epilogue import token_shares
 from .unpack import barrier
 
 MEET = gl.constexpr("""{
@@ -54,12 +54,7 @@ def exchange_sums(acc, program, TILE: gl.constexpr):
     OWNERS: gl.constexpr = num_owners(TILE)
     PROGRAMS: gl.constexpr = TILE.PROGRAMS
     BYTES: gl.constexpr = acc.shape[0] * acc.shape[1] // OWNERS * 4
-    shares = (acc,)
-    for _ in gl.static_range(OWNERS.bit_length() - 1):
-        halves = ()
-        for i in gl.static_range(len(shares)):
-            halves = halves + token_halves(shares[i])
-        shares = halves
+    shares = token_shares(acc, OWNERS)
     offsets = word_offsets(shares[0]) * 4
     start = gl.inline_asm_elementwise(OWN_ADDRESS, "=r,r", [program], dtype=gl.int32, is_pure=False, pack=1)
     slot = start + program * BYTES

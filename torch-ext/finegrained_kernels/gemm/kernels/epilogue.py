@@ -63,6 +63,18 @@ def token_halves(values):
 
 
 @gluon.jit
+def token_shares(values, COUNT: gl.constexpr):
+    """[BLOCK_N, T] as a tuple of COUNT shares of its tokens, in order; COUNT is a power of two."""
+    shares = (values,)
+    for _ in gl.static_range(COUNT.bit_length() - 1):
+        halves = ()
+        for i in gl.static_range(len(shares)):
+            halves = halves + token_halves(shares[i])
+        shares = halves
+    return shares
+
+
+@gluon.jit
 def store_values(values, out_ptr, tile, schedule, N: gl.constexpr):
     """Write a tile [BLOCK_N, BLOCK_T], already in the output's dtype, to its rows of out [S, N].
 
@@ -74,12 +86,7 @@ def store_values(values, out_ptr, tile, schedule, N: gl.constexpr):
     SHARES: gl.constexpr = num_shares(BLOCK_N * values.shape[1] * (values.dtype.primitive_bitwidth // 8))
     zero = ptx.opaque_zero() if values.shape[1] > 64 else 0  # with so many sums, registers are scarce
     cols = tile.n_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-    shares = (values,)
-    for _ in gl.static_range(SHARES.bit_length() - 1):
-        halves = ()
-        for i in gl.static_range(len(shares)):
-            halves = halves + token_halves(shares[i])
-        shares = halves
+    shares = token_shares(values, SHARES)
     SHARE: gl.constexpr = shares[0].shape[1]
     for i in gl.static_range(len(shares)):
         staged = gl.allocate_shared_memory(values.dtype, [SHARE, BLOCK_N], STAGED, shares[i].permute([1, 0]))

@@ -19,13 +19,9 @@ from typing import Any, NamedTuple
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from ...csf.scales import TILE_BYTES
-from ...formats import NVFP4_CSF
+from ...csf.words_triton import OFFSET_TILE, exception_position, exception_value, offset_tiles
 from . import ptx
 from .unpack import barrier, group_layout
-
-OFFSET_TILE = gl.constexpr(TILE_BYTES)
-POSITION_BITS = gl.constexpr(NVFP4_CSF.position_bits)
 
 
 class ExceptionSpan(NamedTuple):
@@ -107,7 +103,7 @@ def strip_row(row, half, TILE: gl.constexpr):
 @gluon.constexpr_function
 def has_exact_spans(shape, tile) -> bool:
     """Whether offset tiles begin and end where a tile's HALF rows of each half do."""
-    return tile.HALF * shape.C % TILE_BYTES == 0 and shape.N % tile.HALF == 0
+    return tile.HALF * shape.C % OFFSET_TILE.value == 0 and shape.N % tile.HALF == 0
 
 
 @gluon.jit
@@ -118,7 +114,7 @@ def exception_span(scales, tile, num_experts, SHAPE: gl.constexpr, TILE: gl.cons
         C: gl.constexpr = SHAPE.C
         HALF: gl.constexpr = TILE.HALF
         HALVES: gl.constexpr = TILE.HALVES
-        plane = gl.minimum(tile.expert, num_experts - 1) * ((TILE.HALVES * N * C + OFFSET_TILE - 1) // OFFSET_TILE)
+        plane = gl.minimum(tile.expert, num_experts - 1) * offset_tiles(TILE.HALVES * N * C)
         starts = ()
         counts = (0,)
         for half in gl.static_range(HALVES):
@@ -130,7 +126,7 @@ def exception_span(scales, tile, num_experts, SHAPE: gl.constexpr, TILE: gl.cons
                 first = (half * N + tile.n_tile * HALF) * C
                 first_ptr = scales.exception_offsets + (plane + first // OFFSET_TILE)
                 end = gl.minimum(first + HALF * C, (half + 1) * N * C)
-                end_ptr = scales.exception_offsets + (plane + (end + OFFSET_TILE - 1) // OFFSET_TILE)
+                end_ptr = scales.exception_offsets + (plane + offset_tiles(end))
             first = gl.load(first_ptr) - counts[half]
             starts = starts + (first,)  # noqa: RUF005 (Triton tuples do not unpack)
             counts = counts + (gl.load(end_ptr) - first,)  # noqa: RUF005
@@ -148,26 +144,41 @@ def first_lane_span(span):
     )  # fmt: skip
 
 
+class PlaneRows(NamedTuple):
+    """Rows in the stack of planes: `first` (int64, a tile's) + `offset`, and whether there is such a row."""
+
+    first: Any
+    offset: Any
+    ok: Any
+
+
+@gluon.jit
+def segment_rows(tile, segment, PARTS: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr):
+    """The rows of segments, of which PARTS are a row of the tile; one half's come after the other's."""
+    N: gl.constexpr = SHAPE.N
+    HALF: gl.constexpr = TILE.HALF
+    row = segment // PARTS % HALF
+    offset = segment // (PARTS * HALF) * N + row
+    first = tile.expert.to(gl.int64) * (TILE.HALVES * N) + tile.n_tile * HALF
+    ok = tile.n_tile * HALF + row < N if N % HALF != 0 else row >= 0
+    return PlaneRows(first, offset, ok)
+
+
 @gluon.jit
 def load_windows(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Bases and words of codes of a slice, without its exceptions. `zero`: 0 or `ptx.opaque_zero()`."""
     W: gl.constexpr = gl.num_warps()
-    N: gl.constexpr = SHAPE.N
-    HALF: gl.constexpr = TILE.HALF
     PARTS: gl.constexpr = row_parts(TILE.BLOCK_N, TILE.COLS, W)
     WORDS: gl.constexpr = TILE.COLS // 8 // PARTS
     V: gl.constexpr = word_vector(WORDS)
     VECTOR: gl.constexpr = gl.BlockedLayout([1, V], [32, 1], [W, 1], [1, 0])
-    tile = part.tile
     segment = gl.arange(0, TILE.BLOCK_N * PARTS, gl.SliceLayout(1, VECTOR)) + zero
-    row = segment // PARTS % HALF
-    plane_row = segment // (PARTS * HALF) * N + row
-    first_row = tile.expert.to(gl.int64) * (TILE.HALVES * N) + tile.n_tile * HALF
-    ok = tile.n_tile * HALF + row < N if N % HALF != 0 else row >= 0
+    rows = segment_rows(part.tile, segment, PARTS, SHAPE, TILE)
+    ok = rows.ok
 
-    base = gl.load(scales.bases + first_row + plane_row, mask=ok, other=0)
-    words_ptr = scales.codes + (first_row * (SHAPE.C // 8) + part.first_col // 8)
-    offsets = (plane_row.to(gl.int64) * (SHAPE.C // 8) + segment % PARTS * WORDS)[:, None]
+    base = gl.load(scales.bases + rows.first + rows.offset, mask=ok, other=0)
+    words_ptr = scales.codes + (rows.first * (SHAPE.C // 8) + part.first_col // 8)
+    offsets = (rows.offset.to(gl.int64) * (SHAPE.C // 8) + segment % PARTS * WORDS)[:, None]
     offsets = offsets + gl.arange(0, V, gl.SliceLayout(0, VECTOR)).to(gl.int64)[None, :]
     words = ()
     for i in gl.static_range(WORDS // V):
@@ -187,21 +198,15 @@ def load_windows(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def load_dense(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """The dense scales of a tile's rows, in words of 8; a lane's are a row's, or an equal part of one's."""
-    N: gl.constexpr = SHAPE.N
-    HALF: gl.constexpr = TILE.HALF
     PARTS: gl.constexpr = row_parts(TILE.BLOCK_N, SHAPE.C, gl.num_warps())
-    tile = part.tile
     segment = gl.arange(0, TILE.BLOCK_N * PARTS, lanes_layout(gl.num_warps())) + zero
-    row = segment // PARTS % HALF
-    ok = tile.n_tile * HALF + row < N if N % HALF != 0 else row >= 0
-    first_row = tile.expert.to(gl.int64) * (TILE.HALVES * N) + tile.n_tile * HALF
-    start_ptr = scales.dense + first_row * (SHAPE.C // 8)
-    plane_row = segment // (PARTS * HALF) * N + row
-    offsets = plane_row.to(gl.int64) * (SHAPE.C // 8) + segment % PARTS * (SHAPE.C // 8 // PARTS)
+    rows = segment_rows(part.tile, segment, PARTS, SHAPE, TILE)
+    start_ptr = scales.dense + rows.first * (SHAPE.C // 8)
+    offsets = rows.offset.to(gl.int64) * (SHAPE.C // 8) + segment % PARTS * (SHAPE.C // 8 // PARTS)
     words = ()
     WORDS: gl.constexpr = SHAPE.C // 8 // PARTS
     for i in gl.static_range(WORDS):
-        words = words + (gl.load(start_ptr + offsets + i, mask=ok, other=0),)  # noqa: RUF005
+        words = words + (gl.load(start_ptr + offsets + i, mask=rows.ok, other=0),)  # noqa: RUF005
     return LoadedScales(words, 0, 0)
 
 
@@ -246,13 +251,11 @@ def load_slice(scales, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def prefetch_windows(scales, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """Bring the codes of a slice, if there is one, to L2."""
-    N: gl.constexpr = SHAPE.N
-    HALF: gl.constexpr = TILE.HALF
-    tile = part.tile
     row = gl.arange(0, TILE.BLOCK_N, lanes_layout(gl.num_warps()))
-    plane_row = tile.expert.to(gl.int64) * (TILE.HALVES * N) + tile.n_tile * HALF + row // HALF * N + row % HALF
-    if N % HALF != 0:
-        plane_row = gl.where(tile.n_tile * HALF + row % HALF < N, plane_row, 0)
+    rows = segment_rows(part.tile, row, 1, SHAPE, TILE)
+    plane_row = rows.first + rows.offset
+    if SHAPE.N % TILE.HALF != 0:
+        plane_row = gl.where(rows.ok, plane_row, 0)
     if part.first_col < SHAPE.C:
         ptx.prefetch_to_l2(scales.codes + plane_row * (SHAPE.C // 8) + part.first_col // 8)
 
@@ -298,7 +301,7 @@ def store_exceptions(strip, words, begin, part, SHAPE: gl.constexpr, TILE: gl.co
     is_up = place >= part.exceptions.of_gate if SHAPE.GATE else False
     exists = place < part.exceptions.count
     words = words.to(gl.uint32, bitcast=True)
-    position = words & ((1 << POSITION_BITS) - 1)
+    position = exception_position(words)
     if not has_exact_spans(SHAPE, TILE):
         first = part.tile.n_tile * (TILE.HALF * C)
         end = gl.minimum(TILE.HALF * C, N * C - first)
@@ -318,7 +321,7 @@ def store_exceptions(strip, words, begin, part, SHAPE: gl.constexpr, TILE: gl.co
         address = address + (row - row % 8) * STRIDE
         start = gl.where(is_up, start + (8 - 2 * N) * STRIDE, start)
     address = address.to(gl.int32, bitcast=True) + start
-    ptx.store_byte(address, (words >> POSITION_BITS).to(gl.int32, bitcast=True), exists)
+    ptx.store_byte(address, exception_value(words).to(gl.int32, bitcast=True), exists)
 
 
 @gluon.jit

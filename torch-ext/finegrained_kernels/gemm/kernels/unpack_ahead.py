@@ -11,28 +11,9 @@ from __future__ import annotations
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from ...csf.scales import TILE_BYTES
-from ...formats import NVFP4_CSF
+from ...csf.words_triton import OFFSET_TILE, exception_position, exception_value
+from ...nvfp4.rounding import e2m1_to_float, e4m3_to_float
 from .unpack import barrier
-
-POSITION_BITS = gl.constexpr(NVFP4_CSF.position_bits)
-TILE = gl.constexpr(TILE_BYTES)
-
-
-@gluon.jit
-def scale_values(byte):
-    """float32 of E4M3 bytes: exponent and mantissa moved into place read as the scale times 2^-120."""
-    byte = byte.to(gl.int32)
-    magnitude = ((byte & 0x7F) << 20).to(gl.float32, bitcast=True) * 2.0**120
-    magnitude = gl.where((byte & 0x7F) == 0x7F, float("nan"), magnitude)
-    return gl.where(byte >= 0x80, -magnitude, magnitude)
-
-
-@gluon.jit
-def code_values(code):
-    """float32 of E2M1 codes in the low 4 bits: moved into place they read as the value times 2^-126."""
-    bits = ((code & 8) << 28) | ((code & 7) << 22)
-    return bits.to(gl.float32, bitcast=True) * 2.0**126
 
 
 @gluon.jit
@@ -41,8 +22,8 @@ def unpacked(words, scales):
     PARENT: gl.constexpr = words.type.layout.parent
     shift = 8 * gl.arange(0, 4, gl.SliceLayout(0, PARENT))
     codes = words[:, None] >> shift[None, :]
-    low = (code_values(codes) * scales[:, None]).to(gl.int32, bitcast=True)
-    high = (code_values(codes >> 4) * scales[:, None]).to(gl.int32, bitcast=True)
+    low = (e2m1_to_float(codes) * scales[:, None]).to(gl.int32, bitcast=True)
+    high = (e2m1_to_float(codes >> 4) * scales[:, None]).to(gl.int32, bitcast=True)
     return ((low >> 16) & 0xFFFF) | (high & ~0xFFFF)
 
 
@@ -56,8 +37,8 @@ def patch_exceptions(out_ptr, words_ptr, scales, tile, PAIRS: gl.constexpr):
     for first in range(gl.load(scales.exception_offsets + tile), end, BLOCK_X):
         exists = first + lane < end
         word = gl.load(scales.exceptions + first + lane, mask=exists, other=0).to(gl.uint32, bitcast=True)
-        group = (word & ((1 << POSITION_BITS) - 1)).to(gl.int32, bitcast=True) - tile * TILE
-        scale = scale_values(word >> POSITION_BITS)
+        group = exception_position(word).to(gl.int32, bitcast=True) - tile * OFFSET_TILE
+        scale = e4m3_to_float(exception_value(word).to(gl.int32, bitcast=True))
         for half in gl.static_range(2):
             codes = gl.load(words_ptr + (2 * group + half), mask=exists, other=0)
             offsets = (2 * group + half)[:, None] * 4 + pair[None, :]
@@ -78,20 +59,20 @@ def unpack_kernel(out_ptr, weight, factor_ptr, factors_ptr, first_tile, C: gl.co
         gl.store(factors_ptr, gl.load(factor_ptr))
         gl.store(factors_ptr + 1, 0.0)
     tile = first_tile + pid
-    word = gl.arange(0, 2 * TILE, gl.SliceLayout(1, PAIRS))
+    word = gl.arange(0, 2 * OFFSET_TILE, gl.SliceLayout(1, PAIRS))
     pair = gl.arange(0, 4, gl.SliceLayout(0, PAIRS))
-    position = tile * TILE + word // 2
+    position = tile * OFFSET_TILE + word // 2
     mask = position < PLANE
-    words_ptr = weight.codes + tile.to(gl.int64) * (2 * TILE)
-    out_ptr += pid.to(gl.int64) * (8 * TILE)
+    words_ptr = weight.codes + tile.to(gl.int64) * (2 * OFFSET_TILE)
+    out_ptr += pid.to(gl.int64) * (8 * OFFSET_TILE)
     words = gl.load(words_ptr + word, mask=mask, other=0)
     if scales.dense is not None:
-        byte = gl.load(scales.dense + position, mask=mask, other=0)
+        byte = gl.load(scales.dense + position, mask=mask, other=0).to(gl.int32)
     else:
         code = gl.load(scales.codes + position // 2, mask=mask, other=0).to(gl.int32)
         byte = gl.load(scales.bases + position // C, mask=mask, other=0).to(gl.int32)
         byte += (code >> (position % 2 * 4)) & 15
-    gl.store(out_ptr + (word[:, None] * 4 + pair[None, :]), unpacked(words, scale_values(byte)), mask=mask[:, None])
+    gl.store(out_ptr + (word[:, None] * 4 + pair[None, :]), unpacked(words, e4m3_to_float(byte)), mask=mask[:, None])
     if scales.dense is None:
         barrier()
         patch_exceptions(out_ptr, words_ptr, scales, tile, PAIRS)

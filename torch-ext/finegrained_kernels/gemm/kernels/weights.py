@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from ...swizzle_triton import swizzled_offset
+from ...swizzle_triton import col_tiles, swizzled_bytes, swizzled_offset
 from .unpack import copy_layout, load_async
 
 
@@ -75,14 +75,13 @@ def copy_rows(destination, source_ptr, columns, step, tile, ROW: gl.constexpr, S
 def copy_swizzled_scales(destination, scales_ptr, pairs, chunk, tile, SHAPE: gl.constexpr, TILE: gl.constexpr):
     """The same for `pairs` of scale bytes of a chunk, of swizzled planes."""
     LAYOUT: gl.constexpr = pairs.type.layout.parent
-    COL_TILES: gl.constexpr = (SHAPE.C + 3) // 4
-    PLANE: gl.constexpr = (TILE.HALVES * SHAPE.N + 127) // 128 * COL_TILES * 256
+    PLANE: gl.constexpr = swizzled_bytes(TILE.HALVES * SHAPE.N, SHAPE.C) // 2
     row, half = tile_row(gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(1, LAYOUT)), TILE)
     row = tile.n_tile * TILE.HALF + row
     mask = (row < SHAPE.N)[:, None]
     if SHAPE.C % TILE.GROUPS != 0:
         mask = mask & (pairs < (SHAPE.C - chunk * TILE.GROUPS) // 2)[None, :]
-    offsets = swizzled_offset((half * SHAPE.N + row)[:, None], pairs[None, :], COL_TILES, UNIT=2)
+    offsets = swizzled_offset((half * SHAPE.N + row)[:, None], pairs[None, :], col_tiles(SHAPE.C), UNIT=2)
     base = tile.expert.to(gl.int64) * PLANE + chunk * (TILE.GROUPS // 4 * 256)
     load_async(destination, scales_ptr + base + offsets, mask=mask)
 
