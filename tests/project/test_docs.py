@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,7 +42,6 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 MAKE = [(document, line) for document, line in commands() if line.startswith("make ")]
-PIP = [(document, line) for document, line in commands() if line.startswith("pip ")]
 
 
 def bf16_model(root: Path) -> None:
@@ -125,16 +123,6 @@ def test_make_knows_the_target(document, line):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(("document", "line"), PIP, ids=[f"{document}: {line}" for document, line in PIP])
-def test_pip_would_find_the_extra(document, line):
-    """What pip installs is not this tree until it is published; tests/test_wheel.py installs the wheel."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    _, install, requirement = shlex.split(line)
-    name, extra = re.fullmatch(r"([\w-]+)\[(\w+)\]", requirement).groups()
-    assert (install, name) == ("install", project["name"])
-    assert extra in project["optional-dependencies"]
-
-
 def test_readme_commands(bundle_dir, tmp_path):
     documents = ("README.md", "docs/bundle.md")
     lines = [line for document, line in commands() if document in documents and not line.startswith("make ")]
@@ -200,7 +188,7 @@ def test_tutorial(bundle_dir, tmp_path):
 
 def test_commands_are_run_by_some_test():
     tested = {"README.md", "docs/bundle.md", "docs/checkpoints.md", "docs/tutorial.md"}
-    assert {document for document, line in commands() if not line.startswith(("make ", "pip "))} <= tested
+    assert {document for document, line in commands() if not line.startswith("make ")} <= tested
     assert {document for document in DOCUMENTS if blocks(document, PYTHON)} <= tested | {
         "CARD.md",
         "docs/transformers.md",
