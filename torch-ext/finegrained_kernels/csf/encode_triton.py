@@ -132,8 +132,8 @@ def rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LANES:
     c1, c2, c3, c4, c5, c6, c7, num_up, num_down = c0, c0, c0, c0, c0, c0, c0, c0, c0
     for i_chunk in range(CHUNKS):
         word = i_chunk * (8 * LANES)
-        half = load_four_words(planes_ptr, rows, mask_r, word, NUM_COLS, LANES)
-        rest = load_four_words(planes_ptr, rows, mask_r, word + 4 * LANES, NUM_COLS, LANES)
+        half = load_four_words(planes_ptr, rows, mask_r, word, NUM_COLS, LANES=LANES)
+        rest = load_four_words(planes_ptr, rows, mask_r, word + 4 * LANES, NUM_COLS, LANES=LANES)
         low, high = bit_planes(half, rest)
         d0, borrow = subtract_bit(low[0], first, 0, tl.zeros_like(c0))
         d1, borrow = subtract_bit(low[1], first, 1, borrow)
@@ -186,14 +186,14 @@ def choose_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, LANES: tl.con
         total += sum_bytes(load_words(planes_ptr, rows, mask_r, word, NUM_COLS))
     # Bases from 4 to 11 below the mean: a wide row's best lies about 8 below, a narrow one's 15 below its top.
     first = tl.minimum(tl.maximum(total // NUM_COLS - 11, 0), LAST)
-    base, covered, reach_up, reach_down = rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS, LANES)
+    base, covered, reach_up, reach_down = rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS, LANES=LANES)
     highest = first
     lowest = first
-    searching = tl.max(can_lose(mask_r, covered, reach_up, reach_down, highest, lowest))
+    searching = tl.max(can_lose(mask_r, covered, reach_up, reach_down, highest, lowest=lowest))
     while searching > 0:
         down = mask_r & (reach_down >= covered) & (lowest > 0)
         first = tl.where(down, tl.maximum(lowest - 8, 0), tl.minimum(highest + 8, LAST))
-        new_base, new_covered, new_up, new_down = rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS, LANES)
+        new_base, new_covered, new_up, new_down = rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS, LANES=LANES)
         wins = (new_covered > covered) | ((new_covered == covered) & (new_base < base))
         base = tl.where(wins, new_base, base)
         covered = tl.where(wins, new_covered, covered)
@@ -201,7 +201,7 @@ def choose_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, LANES: tl.con
         reach_up = tl.where(down, reach_up, new_up)
         lowest = tl.where(down, first, lowest)
         highest = tl.where(down, highest, first)
-        searching = tl.max(can_lose(mask_r, covered, reach_up, reach_down, highest, lowest))
+        searching = tl.max(can_lose(mask_r, covered, reach_up, reach_down, highest, lowest=lowest))
     return base, covered
 
 
@@ -223,7 +223,7 @@ def choose_kernel(
     """Bases of `BLOCK_R` rows, counted through all planes, and how many exceptions each slab of 16 has."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < num_rows
-    base, covered = choose_bases(planes_ptr, rows, mask_r, NUM_COLS, LANES)
+    base, covered = choose_bases(planes_ptr, rows, mask_r, NUM_COLS, LANES=LANES)
     tl.store(fixed_ptr + rows // 16 * SLAB_BYTES + rows % 16, base.to(tl.uint8), mask=mask_r)
     slabs = tl.program_id(0) * (BLOCK_R // 16) + tl.arange(0, BLOCK_R // 16)
     num_exceptions = tl.sum(tl.reshape(NUM_COLS - covered, (BLOCK_R // 16, 16)), axis=1)

@@ -116,14 +116,12 @@ def matmul_grouped(
     ))  # fmt: skip
 
 
-def _matmul_2d(*given: Any) -> Result:
-    call = Arguments(*given)
-    b, scales, b_global = call.B, call.Bs, call.b_global_scale
-    return _run(check_gemm(call._replace(
-        B=b.unsqueeze(0) if isinstance(b, torch.Tensor) else b,
-        Bs=scales.unsqueeze(0) if isinstance(scales, torch.Tensor) else scales,
-        b_global_scale=b_global.reshape(1, -1) if isinstance(b_global, torch.Tensor) else b_global,
-    )))  # fmt: skip
+def _matmul_2d(A: Any, B: Any, As: Any, Bs: Any, *options: Any) -> Result:
+    B, Bs = (each.unsqueeze(0) if isinstance(each, torch.Tensor) else each for each in (B, Bs))
+    call = Arguments(A, B, As, Bs, *options)
+    if isinstance(call.b_global_scale, torch.Tensor):
+        call = call._replace(b_global_scale=call.b_global_scale.reshape(1, -1))
+    return _run(check_gemm(call))
 
 
 def _matmul_batched(expert_ids: Any, gather_idx: Any, scatter_idx: Any, *given: Any) -> Result:

@@ -51,7 +51,7 @@ def quantize_rows_kernel(
         sources = tl.load(row_index_ptr + rows, mask=in_output, other=-1)
     in_input = ((sources >= 0) & (sources < num_sources))[:, None]
     x_ptrs = x_ptr + sources.to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-    blocks = load_blocks(x_ptrs, in_input, 0, K, BLOCK_K, COUNT)
+    blocks = load_blocks(x_ptrs, in_input, 0, K, BLOCK_K=BLOCK_K, COUNT=COUNT)
     if IS_DYNAMIC:
         DTYPE: tl.constexpr = x_ptr.dtype.element_ty
         IS_WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
@@ -60,7 +60,7 @@ def quantize_rows_kernel(
         largest = tl.zeros([BLOCK_R, BLOCK_K], BITS)  # of magnitudes' bits: NaN is the largest
         for start in range(0, K, STEP):
             if start > 0:
-                blocks = load_blocks(x_ptrs, in_input, start, K, BLOCK_K, COUNT)
+                blocks = load_blocks(x_ptrs, in_input, start, K, BLOCK_K=BLOCK_K, COUNT=COUNT)
             for i in tl.static_range(COUNT):
                 largest = tl.maximum(largest, blocks[i].to(BITS, bitcast=True) & MAGNITUDE)
         largest = tl.max(largest.reshape(BLOCK_R, BLOCK_K // 16, 16), axis=2)  # as groups are, so that nothing moves
@@ -72,7 +72,7 @@ def quantize_rows_kernel(
     in_output, rows = in_output[:, None], rows.to(tl.int64)[:, None]
     for start in range(0, K, STEP):
         if STEP < K:
-            blocks = load_blocks(x_ptrs, in_input, start, K, BLOCK_K, COUNT)
+            blocks = load_blocks(x_ptrs, in_input, start, K, BLOCK_K=BLOCK_K, COUNT=COUNT)
         for i in tl.static_range(COUNT):
             quantize_block(
                 blocks[i], global_scale, packed_ptr, scales_ptr, operand_ptr,
@@ -137,9 +137,8 @@ def quantize_rows(
     scales = x.new_empty(*lead, depth // GROUP, dtype=torch.float8_e4m3fn)
     row_global = x.new_empty((*lead, 1) if global_scale is None else (0,), dtype=torch.float32)
     is_dynamic = global_scale is None
-    _launch(
-        x.reshape(-1, depth), row_global if is_dynamic else global_scale, is_dynamic, packed, scales, None, row_index
-    )
+    given = row_global if is_dynamic else global_scale
+    _launch(x.reshape(-1, depth), given, is_dynamic, packed=packed, scales=scales, row_index=row_index)
     return packed, scales, row_global
 
 
@@ -152,7 +151,7 @@ def quantized_operands(
     is_dynamic = global_scale is None
     if global_scale is None:
         global_scale = x.new_empty(rows, dtype=torch.float32)
-    _launch(x, global_scale, is_dynamic, None, None, operands, row_index)
+    _launch(x, global_scale, is_dynamic, operands=operands, row_index=row_index)
     return operands, global_scale
 
 
