@@ -15,7 +15,7 @@ def main() -> None:
         _leave()
     import warnings
 
-    # Of torch, which we use without.
+    # torch warns of this; we use torch without numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from finegrained_kernels.cli import app
 

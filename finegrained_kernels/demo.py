@@ -97,7 +97,7 @@ def first_mismatch(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Decoding one stack of planes as an inference engine does, into a workspace that is there already."""
+    """How fast one stack of planes is decoded as an inference engine does it: into a workspace that exists already."""
 
     stack: tuple[int, int, int]
     dense_bytes: int
@@ -133,7 +133,7 @@ def _time_on_cpu(call: Callable[[], object]) -> float:
 
 
 def _time_on_gpu(call: Callable[[], object], calls: int = 10) -> float:
-    """Seconds a call between GPU events: neither the launches' own cost nor the host's waiting counts."""
+    """Seconds for a call, by GPU events: neither the cost of launching nor the host's waiting counts."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(calls):

@@ -95,7 +95,7 @@ def run(console: Console, gguf: Path, device: str) -> list[str]:
             f"the model: {size_text(sizes[0])} in bf16, {size_text(sizes[1])} in NVFP4, "
             f"{size_text(sizes[2])} with compressed scales ({1 - sizes[2] / sizes[1]:.1%} less)"
         )
-        # Sums of two orders on some GPUs: the reader compares the texts, `verify` compared the bytes.
+        # On some GPUs the two add up in different orders. So texts are left to the reader: `verify` compared the bytes.
         for strategy in STRATEGIES:
             with console.status(f"generate, {strategy} scales"), quietly():
                 text = say(csf, strategy, device)

@@ -1,4 +1,4 @@
-"""What would run here, and what to do where something would not: ``finegrained-kernels doctor``."""
+"""``finegrained-kernels doctor``: what would run here, and what to do about whatever would not."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from finegrained_kernels import loader
 
 HUB_SECONDS = 5.0
 PAIRS = {"5.17": "0.16", "5.20": "0.17", "5.21": "0.17", "5.22": "0.17"}
-"""Which kernels each transformers works with: it ignores any other, and fetches none from the hub itself. Of later ones
-than these, the kernels that they ask for may not be released: then nothing here is at fault."""
+"""Which kernels each transformers works with: it ignores any other, and fetches none from the hub itself. Later ones
+may ask for a version of kernels that is not released yet: then nothing is wrong here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """All that is looked at, in the order in which one thing needs another."""
+    """Everything that is looked at; each thing may need those before it."""
     yield Finding("finegrained-kernels", "ok", f"{finegrained_kernels.__version__}, Python {platform.python_version()}")
     yield _torch()
     yield _gpu()
@@ -136,7 +136,7 @@ def _hub() -> Finding:
     if constants.HF_HUB_OFFLINE:
         return Finding("hub", "note", "HF_HUB_OFFLINE is set", "the cache, or the copy in this package, is used")
     try:
-        # Any answer will do: what is asked for need not exist.
+        # Any answer will do, even that there is no such page.
         huggingface_hub.get_session().head(endpoint, timeout=HUB_SECONDS)
     except Exception as error:  # of whichever HTTP library huggingface_hub uses
         advice = "without it, the copy in this package is used; hub ids do not work"

@@ -1,4 +1,4 @@
-"""Get the bundle as a model does, through ``kernels.get_kernel``, and keep working where the hub cannot serve it."""
+"""Get the bundle as a model does, through ``kernels.get_kernel``, and keep working when the hub cannot serve it."""
 
 from __future__ import annotations
 

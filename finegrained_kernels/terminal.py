@@ -26,7 +26,7 @@ def errors(resumes: bool = False) -> Iterator[None]:
         if handler is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
-    except BrokenPipeError:  # whoever read the output has enough
+    except BrokenPipeError:  # whatever reads the output has had enough
         raise
     except (CheckpointError, BundleIntegrityError, BundleUnavailableError, ImportError, OSError) as error:
         typer.echo(f"error: {error}", err=True)

@@ -23,7 +23,7 @@ from finegrained_kernels.checkpoint.stream import LOCK_SUFFIX, TEMPORARY_SUFFIX,
 
 _CLAIM = "claim.json"
 _COMMANDS = ("compress", "quantize", "restore")
-"""That fill a directory. No other is taken from a claim, which may come from strangers, to be told to a user."""
+"""The commands that fill a directory. A claim may come from a stranger: no other command in it is shown to the user."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Claim:
 
     @property
     def shown(self) -> str:
-        """For a message: what to type, but for the directory."""
+        """What a message tells the user to type, without the directory."""
         return f"{self.command} {shlex.quote(printable(self.source))}"
 
     @classmethod
@@ -60,7 +60,7 @@ class Claim:
 
 
 def unfinished(root: Path) -> str | None:
-    """What to tell somebody who takes ``root`` for a checkpoint while it is not finished, None if it is."""
+    """What to tell somebody who takes ``root`` for a checkpoint before it is finished; None if it is."""
     if not (root / WORK).exists():
         return None
     claim = _read(root / WORK)
@@ -151,13 +151,15 @@ def _remove(work: Path) -> None:
     for path in sorted(work.iterdir(), key=lambda path: path.name == _CLAIM):
         if _is_own(path):
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # another process may just be making a lock: it removes the folder, then
+    with contextlib.suppress(
+        OSError
+    ):  # another process may be making a lock at this moment: then that one removes the folder
         work.rmdir()
 
 
 @contextmanager
 def finishing(work: Path, *, wait: bool = True) -> Iterator[bool]:
-    """The last steps, by one process at a time; then ``work`` goes away, and with it all that an earlier run left.
+    """The last steps, by one process at a time; then ``work`` is removed, with everything that earlier runs left there.
 
     Yields False if another process has finished meanwhile, or is at it and ``wait`` is not set.
 

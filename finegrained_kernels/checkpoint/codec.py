@@ -1,4 +1,4 @@
-"""Planes through the bundle's codec, in batches: bytes of a shard to wire form, and wire form to bytes.
+"""Runs planes through the bundle's codec in batches: from bytes of a shard to wire form, and back.
 
 Every batch that is encoded is decoded again and compared before anything is written.
 """
@@ -34,7 +34,7 @@ class Encoded(NamedTuple):
 
 
 def batch_bytes(device: torch.device | str) -> int:
-    """Bytes of dense planes to work on at a time."""
+    """How many bytes of dense planes to work on at a time."""
     import torch
 
     return _CPU_BATCH_BYTES if torch.device(device).type == "cpu" else _GPU_BATCH_BYTES
@@ -119,8 +119,8 @@ def decode(bundle: ModuleType, batch: Sequence[Plane], reader: TensorReader, dev
 def read_wire(
     planes: Sequence[Plane], reader: TensorReader, rows: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of compressed planes of one geometry: the slabs of ``rows``, uint8 `[E, bytes]`, all exceptions int32 `[X]`, and
-    where each plane's end, int64 `[E]`."""
+    """Read compressed planes of one geometry: the slabs of ``rows``, uint8 `[E, bytes]`, all exceptions int32 `[X]`, and
+    where those of each plane end, int64 `[E]`."""
     import torch
 
     begin, end = (fixed_bytes(row, planes[0].cols) for row in (rows.start, rows.stop))
@@ -131,7 +131,7 @@ def read_wire(
         reader.read_into(plane.tensors[0], streams[i * size : (i + 1) * size], begin)
     fixed = torch.frombuffer(streams, dtype=torch.uint8).view(len(planes), size)
     ends = torch.tensor([len(own) // 4 for own in words]).cumsum(0)
-    joined = bytearray(b"".join(words)) or bytearray(4)  # frombuffer takes no empty buffer
+    joined = bytearray(b"".join(words)) or bytearray(4)  # frombuffer does not accept an empty buffer
     return fixed, torch.frombuffer(joined, dtype=torch.int32)[: int(ends[-1])], ends
 
 

@@ -50,7 +50,7 @@ class Format(StrEnum):
 
 
 _MOST_FAULTS = 20
-"""Faults that are printed; what is behind the first ones is rarely worth more lines than how many there are."""
+"""How many faults are printed: of those after the first ones, their number is usually all that anybody needs."""
 
 
 def register(app: typer.Typer) -> None:
@@ -220,7 +220,7 @@ def _shard_bytes(root: Path) -> int:
 
 
 def _print_report(report: InspectReport, layers: bool) -> None:
-    # Names are a stranger's: brackets in them are no markup, and what is not printable does not reach the terminal.
+    # Names come from strangers: brackets in them are not markup, and nothing unprintable may reach the terminal.
     console = Console(highlight=False, markup=False, emoji=False)
     counts = f"{count_text(report.shards, 'shard')}, {count_text(report.tensors, 'tensor')}"
     common = common_algorithm(report.scales)

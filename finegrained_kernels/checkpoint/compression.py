@@ -105,7 +105,7 @@ def plan_compression(
 
 
 def _what_is_quantized(checkpoint: Checkpoint) -> str:
-    """The layout of a checkpoint without NVFP4, by some of its tensors."""
+    """What is in a checkpoint that has no NVFP4, by some of its tensors."""
     others = other_formats(checkpoint.located, checkpoint.planes)
     shown = []
     for name, stored in list(others.items())[:_SHOWN]:
@@ -175,7 +175,7 @@ def compress(
         def handle(shard: str, stop: Event) -> None:
             if shard in begun and shards.is_finished(shard, stop):
                 resumed.append(shard)
-            elif shard in begun or not has_record(shard):  # else another process has just finished it
+            elif shard in begun or not has_record(shard):  # otherwise another process has just finished it
                 shards.compress(shard, stop)
 
         with one_torch_thread():
@@ -188,13 +188,13 @@ def compress(
 
 @dataclass(frozen=True)
 class _Known:
-    """What a destination says of the source that it was made from, held against this one."""
+    """Compares the source that a destination was made from with this one."""
 
     source: Checkpoint
     job: Job
     destination: Path
     digests: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of source shards, each made once."""
+    """SHA-256 of source shards, each computed once."""
 
     def is_ours(self) -> bool:
         """Whether the destination is a result of this job, finished or not; raises if it is one of another."""
@@ -217,7 +217,7 @@ class _Known:
             try:
                 record = read_record(self.destination, shard)
             except CheckpointError:
-                continue  # damaged: it says nothing, and is written anew
+                continue  # it is damaged, so it proves nothing, and is written again
             if shard not in self.digests:
                 self.digests[shard] = file_sha256(self.source.root / shard)
             if record.sha256 != self.digests[shard]:

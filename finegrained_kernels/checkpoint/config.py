@@ -103,8 +103,8 @@ def mark_config(
     """config.json with exactly the modules ``compressed`` marked, of all NVFP4 ``entries``, where its config is.
 
     ModelOpt's becomes MIXED_PRECISION with every NVFP4 module named. Others keep their method and all they say, since
-    their tensors stay as they are, and gain `quantized_layers`. Where nothing says whose they are, tensors do:
-    ``globals_divide`` is true of compressed-tensors'.
+    their tensors stay as they are, and gain `quantized_layers`. If the config does not say whose they are, tensors do:
+    ``globals_divide`` is true for those of compressed-tensors.
     """
     document = copy.deepcopy(dict(config))
     path = ("quantization_config",) if quantization is None or not quantization.path else quantization.path

@@ -1,4 +1,4 @@
-"""A checkpoint's bytes: the source's made of them again, and checks of every tensor and plane."""
+"""Works on a checkpoint's bytes: makes the source's bytes of them again, and checks every tensor and plane."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _runs(order: Sequence[tuple[str, TensorInfo]], located: Located, limit: int)
 
 @dataclass
 class ContentCheck:
-    """Compares what is on disk with what is known of it.
+    """Compares what is on disk with what is known about it.
 
     Attributes:
         bundle: decodes the planes.

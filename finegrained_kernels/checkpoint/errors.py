@@ -10,7 +10,7 @@ _MAX_TEXT = 400
 
 
 def printable(text: str) -> str:
-    """A text out of a checkpoint for a message: on one line, whatever is in it, and not without end."""
+    """A text from a checkpoint as a message shows it: on one line, whatever is in it, and cut if it is long."""
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
 

@@ -110,7 +110,7 @@ def parse_header(raw: bytes, name: str) -> Header:
         raise CheckpointError([Fault(name, None, f"__metadata__ must map texts to texts, got {metadata!r:.300}")])
 
     tensors: dict[str, TensorInfo] = {}
-    # Tensors are many, their dtypes and shapes few: those that are alike share one.
+    # There are many tensors, and few dtypes and shapes: tensors that are alike share theirs.
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
     for tensor, entry in entries.items():
         try:
@@ -213,7 +213,7 @@ def num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def check_tensors(header: Header, name: str) -> None:
     """Raise unless every tensor has a known dtype, and the bytes that its shape needs, without gap or overlap."""
-    sizes: dict[tuple, int] = {}  # of the few kinds that a shard's many tensors are of
+    sizes: dict[tuple, int] = {}  # a shard has many tensors, of few kinds
     spans = []
     for tensor, (dtype, shape, begin, end) in header.tensors.items():
         size = sizes.get((dtype, shape))

@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face hub: headers read from afar, and compressed directories pushed."""
+"""Checkpoints on the Hugging Face hub: reads headers without downloading shards, and pushes compressed directories."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def open_hub_checkpoint(repo_id: str, *, revision: str | None = None) -> Checkpo
 
 @contextmanager
 def _hub_errors(repo_id: str) -> Iterator[None]:
-    """Whatever stands between here and a repository, as one line: no network, no such host, an answer that is none."""
+    """Turn whatever goes wrong on the way to a repository into one line: no network, no such host, a broken answer."""
     http_error: Any = HfHubHTTPError.__bases__[0]  # the HTTP client's own base class: httpx or httpx2, by version
     try:
         yield
@@ -111,7 +111,9 @@ def push(
     raise_faults(Fault(CONFIG, module, MARKED_ONLY) for module in sorted(marked - compressed))
     path = root / CARD
     card = path.read_bytes() if path.exists() else b""
-    add_section = opened.layout.kind == HF_LAYOUT and not has_section(card)  # of a container, SHA256SUMS has each file
+    add_section = opened.layout.kind == HF_LAYOUT and not has_section(
+        card
+    )  # in a container, SHA256SUMS lists each file
     if add_section:
         planes = [plane for plane in opened.planes.values() if plane.compressed]
         card = with_section(card, planes, {name: info for name, (_, info) in opened.located.items()})

@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint's scales take, now and otherwise, from headers alone, here or on the hub."""
+"""`inspect`: what a checkpoint's scales take, dense and compressed, from headers alone, on disk or on the hub."""
 
 from __future__ import annotations
 

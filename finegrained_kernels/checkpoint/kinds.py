@@ -1,4 +1,4 @@
-"""What kind of layer a module is, and in what a checkpoint's headers say its weights are stored. For people to read."""
+"""What kind of layer a module is, and in which format its weights are stored by a checkpoint's headers, in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from finegrained_kernels.checkpoint.headers import TensorInfo
 from finegrained_kernels.checkpoint.names import Located, Plane
 
-# By the first that any part of the module's name matches.
+# The first of these that matches any part of the module's name.
 _KINDS = {
     "vision": r"visual|vision_\w+|vit|audio_\w+|multi_modal_projector|mm_projector",
     "lm_head": r"lm_head",

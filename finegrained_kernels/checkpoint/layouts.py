@@ -1,4 +1,4 @@
-"""The two ways a checkpoint lies on disk: Hugging Face files, or the `lil-nvfp4-csf-checkpoint/1` container.
+"""The two layouts of a checkpoint on disk: Hugging Face files, or the `lil-nvfp4-csf-checkpoint/1` container.
 
 Opening reads small JSON files and the shards' headers, never data.
 """
@@ -156,7 +156,8 @@ class Checkpoint:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Make many small objects that all stay, without having the collector go through them again and again."""
+    """Switch the garbage collector off while many small objects are made that all stay: it would go through them again
+    and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -218,7 +219,7 @@ def read_layout(root: Path | None, files: Collection[str]) -> Layout:
 
 
 def _is_shard_or_index(name: str) -> bool:
-    """Whether a file at the top makes its directory one of the other layout; a manifest.json is many things there."""
+    """Whether a file at the top shows that the directory has the other layout, where a manifest.json may be anything."""
     return "/" not in name and name.endswith((".safetensors", INDEX_SUFFIX))
 
 
@@ -288,7 +289,9 @@ def _read_index(root: Path, index: str) -> tuple[dict[str, str], list[str]]:
         raise CheckpointError([Fault(index, None, f"metadata must be an object, got {shown(metadata)}")])
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError([Fault(index, None, "weight_map must be an object that is not empty")])
-    shards = {str(shard): shard for shard in listed.values()}  # by text: what is no string is refused, whatever it is
+    shards = {
+        str(shard): shard for shard in listed.values()
+    }  # by text, so that whatever is not a string is refused below
     return listed, [check_shard_name(shard, index) for shard in shards.values()]
 
 

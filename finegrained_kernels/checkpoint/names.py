@@ -14,7 +14,7 @@ from finegrained_kernels.checkpoint.wire import SLAB_ROWS, geometry_problem, sla
 FIXED = ".nvfp4_csf_fixed"
 EXCEPTIONS = ".nvfp4_csf_exceptions"
 GROUP = 16
-"""Weights a scale covers, along K."""
+"""How many weights along K share a scale."""
 
 _SCALE = "weight_scale"
 # What names of a layer's tensors end in, after the module and "." (a layer's own) or "_" (of a stack of experts, whose
@@ -54,7 +54,7 @@ class Plane(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of the dense scales; with the expert's number, if they are part of a stack."""
+        """The name of the dense scales, with the expert's number if they are part of a stack."""
         return self.scale if self.part is None else f"{self.scale}.{self.part}"
 
     @property
@@ -84,7 +84,7 @@ class Plane(NamedTuple):
 
     @property
     def input_scale(self) -> str:
-        """Name that the scale of its activations has, if there is one."""
+        """The name of the scale of its activations, if there is one."""
         kind = "weight_global_scale" if self.global_scale_divides else "weight_scale_2"
         return self.global_scale.removesuffix(kind) + _INPUTS[kind]
 

@@ -17,12 +17,12 @@ from finegrained_kernels.checkpoint.stream import LOCK_SUFFIX, Stopped, locked
 Shard = TypeVar("Shard")
 
 DEFAULT_JOBS = min(max(2, (os.cpu_count() or 1) // 2), 8)
-"""Shards at a time on the command line: one for every two cores, as hashing and writing run beside encoding; two at
-least, so that one is encoded while another is hashed; no more than memory for half a large shard."""
+"""Shards at a time on the command line: one for every two cores, as hashing and writing run beside encoding; at least
+two, so that one is encoded while another is hashed; at most eight, for the sake of memory."""
 
 
 def check_request(jobs: int, device: str) -> None:
-    """Raise before anything is written if a command cannot be run so."""
+    """Raise before anything is written if a command cannot run like this."""
     import torch
 
     if jobs < 1:
@@ -94,7 +94,7 @@ def run_shards(shards: Sequence[Shard], jobs: int, call: Callable[[Shard, Event]
 
 
 class _TorchThreads:
-    """How many threads torch had before the first of the contexts of `one_torch_thread` that are open."""
+    """How many threads torch had before the first `one_torch_thread` context that is still open."""
 
     lock = Lock()
     open_contexts = 0

@@ -1,4 +1,4 @@
-"""What a file may be called that a checkpoint names: one rule for every index, manifest, record and job, and for links.
+"""What files in a checkpoint may be called: one rule for all indices, manifests, records and jobs, and one for links.
 
 A checkpoint comes from strangers. Whatever names a file in it is checked here before the name is joined to a directory.
 """
@@ -70,7 +70,7 @@ def _problem(name: object) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value out of a checkpoint for a message: on one line, quoted, cut if it is long."""
+    """A value from a checkpoint as a message shows it: on one line, quoted, and cut if it is long."""
     text = ascii(value)[:2000] if isinstance(value, str) and not value.isprintable() else repr(value)[:2000]
     return text if len(text) <= 120 else f"{text[:100]}..."
 

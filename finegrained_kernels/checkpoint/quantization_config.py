@@ -21,7 +21,7 @@ MODELOPT, COMPRESSED_TENSORS, FP8_METHOD, MXFP8_METHOD = "modelopt", "compressed
 METHODS = (MODELOPT, COMPRESSED_TENSORS, FP8_METHOD, MXFP8_METHOD)
 MIXED = "MIXED_PRECISION"
 NVFP4, FP8, MXFP8, OTHER = "nvfp4", "fp8", "mxfp8", "other"
-"""Families of formats. What is "other" has a name, and nothing here reads it."""
+"""Families of formats. Those of "other" have names, but nothing here reads them."""
 
 TABLE = "quantized_layers"
 _SECTIONS = ("quantization_config", "compression_config")
@@ -214,7 +214,7 @@ class _Reader:
             raise self.fault("quant_method", f"{method!r}, expected one of {', '.join(METHODS)}")
         self.method = MODELOPT if method.startswith(MODELOPT) else method
         self.base_section = section if self.method in (FP8_METHOD, MXFP8_METHOD) else None
-        # compressed-tensors says all in its own words; elsewhere what ModelOpt says is added
+        # compressed-tensors needs nothing else; in all others, what ModelOpt says is added
         self.section = dict(section) if self.method == COMPRESSED_TENSORS else {**own, **section}
         self.nested = len(path) > 1
 

@@ -26,11 +26,11 @@ _BUFFERS = 3
 _PIECE_BYTES = 1 << 20
 
 Progress = Callable[[int], None]
-"""Told of bytes as they are done."""
+"""Is told how many more bytes are done."""
 
 
 class Stopped(Exception):
-    """Another thread failed, or the user interrupted: this one gives up."""
+    """Another thread failed, or the user interrupted, so this one gives up."""
 
 
 def read_exact(fd: int, view: memoryview, offset: int, file: str, tensor: str) -> None:
@@ -155,7 +155,7 @@ class Kept:
     checksum: int
 
     def send(self, sink: Callable[[memoryview], object]) -> None:
-        """Hand them over, a piece at a time."""
+        """Hand them over piece by piece."""
         buffer = memoryview(bytearray(min(self.nbytes, _PIECE_BYTES)))
         for done in range(0, self.nbytes, _PIECE_BYTES):
             piece = buffer[: self.nbytes - done]
@@ -164,7 +164,7 @@ class Kept:
 
 
 class Spool:
-    """Puts bytes aside, in a file without a name, until they are wanted: memory holds none of them, however many.
+    """Puts bytes aside until they are needed, in a file without a name: however many there are, none stay in memory.
 
     Used as a context manager, after which nothing is left.
     """

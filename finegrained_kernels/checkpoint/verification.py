@@ -119,7 +119,7 @@ def verify(
         run_shards(records, jobs, prove)
         run_shards(list(opened.headers), jobs, check.check_shard)
     faults += check.faults
-    faults += [] if faults else unproven  # other faults say more
+    faults += [] if faults else unproven  # if there are other faults, those say more
     compressed = sum(plane.compressed for plane in opened.planes.values())
     return VerifyReport(
         faults, len(opened.headers), len(opened.located), compressed, job is not None, source is not None
@@ -134,7 +134,7 @@ def bytes_to_check(checkpoint: str | Path) -> int:
 
 
 def _follows_from(fault: Fault, damaged: set[str]) -> bool:
-    """Whether a fault only repeats that a damaged shard's tensors are not to be had."""
+    """Whether a fault only repeats that the tensors of a damaged shard cannot be read."""
     return any(f"said to be in {shard}," in fault.message for shard in damaged)
 
 
@@ -197,7 +197,7 @@ def _file_faults(checkpoint: Checkpoint, job: Job) -> Iterator[Fault]:
 
 
 def _rewritten_faults(checkpoint: Checkpoint, job: Job, records: list[Record], damaged: set[str]) -> Iterator[Fault]:
-    """Where the files that compress changed on purpose are not what comes of the originals, which it kept."""
+    """Where a file that compress rewrote is not what it makes of the original, which it kept."""
     try:
         written = read_written(checkpoint.root)
     except CheckpointError as error:
@@ -214,7 +214,9 @@ def _rewritten_faults(checkpoint: Checkpoint, job: Job, records: list[Record], d
         try:
             original = read_json(kept, source_name(name))
             if name.endswith(INDEX_SUFFIX):
-                if _is_sharded_as_written(checkpoint, job, records):  # else its entries are checked against the shards
+                if _is_sharded_as_written(
+                    checkpoint, job, records
+                ):  # otherwise its entries are checked against the shards
                     yield from _index_differences(checkpoint, name, original)
                 continue
             here = read_json(checkpoint.metadata_dir / name, name)

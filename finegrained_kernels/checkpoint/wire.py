@@ -1,4 +1,4 @@
-"""Sizes and limits of compressed planes (docs/format.md), for what reads headers and never loads torch.
+"""Sizes and limits of compressed planes (docs/format.md), for code that reads headers and never loads torch.
 
 The bundle has them too, in its formats.py: what runs there cannot import this package.
 """

@@ -1,1 +1,1 @@
-"""Plug-ins for engines; each is imported by whoever uses that engine, and needs the extra of its name."""
+"""Plug-ins for engines. Each needs the extra that has its name; import the one for the engine that you use."""

@@ -67,7 +67,7 @@ def _is_weight_only(checkpoint: Checkpoint, module: str) -> bool:
 
 
 def _names(plan: ExpertsPlan | LinearPlan) -> list[str]:
-    """Of the input scales that it may have."""
+    """Names of the input scales that it may have."""
     return list(dict.fromkeys(plane.input_scale for plane in plan.planes))
 
 

@@ -67,7 +67,7 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> NVFP4CSFConfig | tuple[NVFP4CSFConfig, dict[str, Any]]:
-        """The config of a checkpoint that says ``config_dict`` of its quantization, or has that as "checkpoint"."""
+        """Make the config from a checkpoint's quantization config, ``config_dict``, or from its entry "checkpoint"."""
         config = cls(**{name: kwargs.pop(name) for name in _LOADING if name in kwargs})
         config.checkpoint = copy.deepcopy(dict(config_dict.get(CHECKPOINT, config_dict)))
         return (config, kwargs) if return_unused_kwargs else config
@@ -78,7 +78,7 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
         return copy.deepcopy(own if self.checkpoint is None else self.checkpoint)
 
     def drop_layers(self, modules: Collection[str]) -> None:
-        """Name these layers no more: the model leaves them out, so what `save_pretrained` writes lacks them."""
+        """Forget these layers: the model leaves them out, so `save_pretrained` does not write them either."""
         if self.checkpoint is not None and (named := self.checkpoint.get("quantized_layers")):
             self.checkpoint["quantized_layers"] = {name: named[name] for name in named if layer_of(name) not in modules}
 

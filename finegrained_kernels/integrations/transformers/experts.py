@@ -43,7 +43,7 @@ _FORWARDS = {"staged": _run_staged, "fused": _run_fused}
 
 
 def run_other_experts(module: torch.nn.Module, *call: torch.Tensor) -> torch.Tensor:
-    """What our names mean to experts that are not NVFP4, in a model where others are."""
+    """What our names mean for experts that are not NVFP4, in a model that also has some that are."""
     return grouped_mm_experts_forward(module, *call)
 
 
@@ -89,17 +89,17 @@ class NVFP4ExpertsModule(torch.nn.Module):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether any of its scales are."""
+        """Whether any of its scales are compressed."""
         return bool(self._compressed())
 
     @property
     def scratch_bytes(self) -> int:
-        """Of workspace to decode these scales into."""
+        """Bytes of workspace that decoding these scales needs."""
         return sum(scales.plane_bytes * scales.num_planes for scales in self._compressed().values())
 
     @property
     def scale_bytes(self) -> int:
-        """Resident for scales, the shared workspace not counted."""
+        """Bytes that its scales take in memory, without the shared workspace."""
         return sum(buffer.nbytes for name, buffer in self.named_buffers() if name not in GLOBALS)
 
     def forward(
@@ -145,7 +145,7 @@ class NVFP4ExpertsModule(torch.nn.Module):
         return self.schedule.bundle.NVFP4Experts(**{name: tensor.to("meta") for name, tensor in tensors.items()})
 
     def prepare(self) -> None:
-        """Make `experts` of the tensors as they are now."""
+        """Make `experts` from the tensors as they are now."""
         self.schedule.changed()
         self.experts = self.schedule.bundle.NVFP4Experts(
             gate_up=local_part(self.gate_up_proj),
@@ -157,7 +157,7 @@ class NVFP4ExpertsModule(torch.nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without `experts`, whose tensors a copy would have twice: it is made again by the first call."""
+        """The state without `experts`, or a copy would have its tensors twice: the first call makes it again."""
         return {**self.__dict__, "experts": None}
 
     def _apply(self, fn: Callable, recurse: bool = True) -> NVFP4ExpertsModule:
@@ -175,7 +175,7 @@ class NVFP4ExpertsModule(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *found: list[str]
     ) -> None:
-        """Take nothing but this module's own weights: others would be read with scales that are not theirs."""
+        """Accept only this module's own weights: others would be read with the wrong scales."""
         *_, errors = found
         for name, parameter in self.named_parameters(recurse=False):
             given = state_dict.get(prefix + name)
@@ -195,7 +195,7 @@ def nvfp4_experts(model: torch.nn.Module) -> list[NVFP4ExpertsModule]:
 
 
 def set_scale_strategy(model: torch.nn.Module, strategy: str, *, prefetch: bool = False) -> None:
-    """Run compressed scales another way from now on: "auto", "staged" or "fused"; nothing is loaded again.
+    """From now on, read compressed scales in another way: "auto", "staged" or "fused". Nothing is loaded again.
 
     Raises:
         ValueError: another strategy, `prefetch` without "staged", or no compressed scales to choose a way for.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-_UNIT = 32  # of weights along K, in the GEMMs
+_UNIT = 32  # weights along K, in the GEMMs
 _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 
 

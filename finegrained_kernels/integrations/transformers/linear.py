@@ -40,7 +40,7 @@ class StoredLinear(torch.nn.Module):
         return self.weight.device
 
     def prepare(self) -> None:
-        """Derive what is derived from the tensors, which have changed."""
+        """Derive again what depends on the tensors, after they have changed."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> StoredLinear:
         """Move, never cast: only the bias has another dtype."""
@@ -56,7 +56,7 @@ class StoredLinear(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *found: list[str]
     ) -> None:
-        """Take nothing but this module's own weight: another would be read with scales that are not its own."""
+        """Accept only this module's own weight: another would be read with the wrong scales."""
         *_, errors = found
         given = state_dict.get(f"{prefix}weight")
         if given is not None and not torch.equal(given.to(self.device), self.weight):
@@ -97,7 +97,7 @@ class NVFP4Linear(StoredLinear):
 
     @property
     def scale_bytes(self) -> int:
-        """Resident for scales."""
+        """Bytes that its scales take in memory."""
         return sum(
             buffer.nbytes
             for name, buffer in self.named_buffers()
@@ -127,7 +127,7 @@ class NVFP4Linear(StoredLinear):
         return local_part(self.weight), scales[0] if isinstance(scales, torch.Tensor) else scales
 
     def prepare(self) -> None:
-        """Make ready to run what the tensors are now: once loaded, and after each move."""
+        """Prepare the tensors as they are now for running: after loading, and after each move."""
         if self.is_compressed or "dense_scales" in self._buffers:
             for tensor in (local_part(self.weight), *self.buffers()):
                 torch._dynamo.mark_static_address(tensor, guard=False)  # or a CUDA graph would copy it at every replay
@@ -153,7 +153,7 @@ class NVFP4Linear(StoredLinear):
         return out if self.bias is None else out + self.bias
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a copy would have twice."""
+        """The state without the tensors that a copy would have twice."""
         return {**self.__dict__, "_ready": None}
 
     def extra_repr(self) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PRE_QUANT_SCALE = ".pre_quant_scale"
 _ROWS, _COLS = 16, 32
-"""What rows and columns of an NVFP4 weight are multiples of, in the GEMMs."""
+"""Rows and columns of an NVFP4 weight must be multiples of these, in the GEMMs."""
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 FP8 = "F8_E4M3"
@@ -45,7 +45,7 @@ class LinearPlan:
 
     @property
     def pre_quant_scale(self) -> str:
-        """Name of what multiplies the activations, in the layers that have it."""
+        """Name of the tensor that multiplies the activations, in the layers that have one."""
         return self.source + PRE_QUANT_SCALE
 
     @property

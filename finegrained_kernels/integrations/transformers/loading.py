@@ -20,7 +20,7 @@ from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP
 from finegrained_kernels.integrations.transformers.linear_plan import FP8Plan, LinearPlan
 
 STAGING_BYTES = 32 << 20
-"""Of packed weights read at once."""
+"""Bytes of packed weights that are read at once."""
 
 
 class Part(NamedTuple):
@@ -58,7 +58,7 @@ def _cut_of(parameter: torch.Tensor, module: str) -> _Cut | None:
     if len(split) > 1:
         raise CheckpointError(f"{module}: cut along several mesh dimensions, which is not supported: {placements}")
     (i_mesh, placement) = split[0]
-    mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor: what has placements has one
+    mesh: Any = getattr(parameter, "device_mesh", None)  # a parameter with placements is a DTensor, which has a mesh
     return _Cut(placement.dim % parameter.dim(), mesh.get_local_rank(i_mesh), mesh.size(i_mesh))
 
 
@@ -156,7 +156,7 @@ DTYPES = {
     **{"U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu},
     **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
-"""By their names in safetensors: those that quantized layers consist of."""
+"""The dtypes that quantized layers consist of, by their names in safetensors."""
 
 
 def _refuse_packed_plans(module: StoredLinear, name: str) -> None:

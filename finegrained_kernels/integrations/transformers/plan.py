@@ -32,7 +32,7 @@ _PARTS = "packed weights, scales, globals and perhaps input scales"
 _NOT_SUPPORTED = "no format that is supported: NVFP4 in experts and linear layers, FP8 (E4M3) in linear layers"
 _KV_SCALE = re.compile(r"(^|\.)((k|v|q|kv|prob)_scale|(k|v)_proj\.output_scale)$")
 _QUANTIZATION = re.compile(r"scale|zero_point|zeros|quant|amax|g_idx|packed|nvfp4|mxfp|weight_shape")
-"""In the last part of a name: what no plain parameter is called, so that nothing quantized goes unread."""
+"""Words that no plain parameter has in the last part of its name: they show that something quantized is left unread."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ def _check_config(checkpoint: Checkpoint) -> None:
 
 
 def _check_nothing_ignored(checkpoint: Checkpoint, plan: ModelPlan, rename: Renaming) -> None:
-    """Raise for a tensor of a quantized layer, or one that is quantized, which nobody reads."""
+    """Raise if a tensor is quantized, or belongs to a quantized layer, and nothing reads it."""
     sources = {one.source for one in plan.experts}
     linears = {one.source for one in plan.linears} | {one.source for one in plan.fp8}
     faults = []
@@ -181,7 +181,7 @@ def _check_nothing_ignored(checkpoint: Checkpoint, plan: ModelPlan, rename: Rena
 
 
 def _check_nothing_missing(model: PreTrainedModel, checkpoint: Checkpoint, plan: ModelPlan, rename: Renaming) -> None:
-    """Raise if transformers would initialize anything at random, for want of a tensor or of its shape."""
+    """Raise if transformers would initialize anything at random because a tensor is missing or has another shape."""
     loaded: set[str] = set()
     faults = []
     for name, (shard, info) in checkpoint.located.items():

@@ -55,7 +55,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
     quantization_config: NVFP4CSFConfig
 
     def __init__(self, quantization_config: NVFP4CSFConfig, **kwargs: Any) -> None:
-        # Whether it is one that these kernels can load, the checkpoint says, and not only config.json.
+        # The checkpoint itself, and not only config.json, says whether these kernels can load it.
         super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})
         self.plan = ModelPlan()
         self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -78,7 +78,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         checkpoint = open_checkpoint(_root_of(kwargs.get("checkpoint_files")))
         config = self.quantization_config
-        if config.checkpoint is None and checkpoint.quantization is not None:  # not on this machine when it was sought
+        if config.checkpoint is None and checkpoint.quantization is not None:  # it was not on this machine before
             config.checkpoint = dict(checkpoint.quantization.section)
         self.plan = plan = plan_model(model, checkpoint)
         config.drop_layers(plan.left_out)
@@ -201,7 +201,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
         return True
 
     def _scale_bytes(self, checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> int:
-        """What the layer's scales will take on their device, but for the workspace."""
+        """Bytes that the layer's scales will take on their device, without the workspace."""
         if self.quantization_config.scale_strategy == "dense":
             return sum(plane.nbytes for plane in plan.planes)
         return sum(checkpoint.located[name][1].nbytes for plane in plan.planes for name in plane.tensors)

@@ -21,7 +21,7 @@ from finegrained_kernels.integrations.transformers.quantizer import NVFP4CSFQuan
 
 
 def register() -> None:
-    """Register the config, the quantizer and the experts implementations; again is harmless.
+    """Register the config, the quantizer and the experts implementations. Doing so again is harmless.
 
     transformers chooses a quantizer by `quant_method`, of config.json's own `quantization_config`. NVFP4 checkpoints
     have several, which are other checkpoints' as well, and some have their config elsewhere: so where transformers
@@ -59,7 +59,7 @@ def claim(config: PreTrainedConfig, *, asked: bool) -> None:
     Raises:
         CheckpointError: the quantization config cannot be understood, and the checkpoint is to be ours.
     """
-    if getattr(config, WEIGHTS, None) == NOTICE:  # no file's name, but a message to who lacks this import
+    if getattr(config, WEIGHTS, None) == NOTICE:  # a message to those without this import, and not the name of a file
         delattr(config, WEIGHTS)
     document = config.to_dict()
     _, section = find_section(document)
@@ -88,7 +88,7 @@ def _hf_quant_config(config: PreTrainedConfig) -> dict[str, Any] | None:
     if not path.parent.is_dir():
         try:
             cached = try_to_load_from_cache(str(name), HF_QUANT_CONFIG)
-        except ValueError:  # no repository's name
+        except ValueError:  # not the name of a repository
             return None
         if not isinstance(cached, str):
             return None

@@ -100,7 +100,7 @@ def state_of(
 def state_of_linear(
     plan: LinearPlan, module: NVFP4Linear, forms: Mapping[str, Form]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same of a linear layer; its bias is transformers' affair."""
+    """The same for a linear layer, without its bias, which transformers saves."""
     plane = plan.plane
     form = forms.get(plane.weight, _usual_forms(plane)[plane.weight])
     yield hide(plane.weight), _as(module.weight.detach(), *form)

@@ -33,7 +33,7 @@ class Schedule:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what cannot be copied or stored: the bundle, streams, the lock, and the workspace."""
+        """The state without what cannot be copied or stored: the bundle, streams, the lock, and the workspace."""
         return {**self.__dict__, "bundle": None, "_scratch": {}, "_prefetchers": {}, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class Schedule:
                 self.prepare()
 
     def switch(self, strategy: str, prefetch: bool) -> None:
-        """Run all layers another way from now on."""
+        """Run all layers with another strategy from now on."""
         with self._lock:
             self.changed()
             self.strategy, self.prefetch = strategy, prefetch
@@ -69,7 +69,7 @@ class Schedule:
             self.prepare()
 
     def changed(self) -> None:
-        """Layers were loaded, moved or switched: whatever was prefetched is not used."""
+        """Drop what was prefetched, after layers were loaded, moved or switched."""
         with self._lock:
             for prefetcher in self._prefetchers.values():
                 prefetcher.discard()

@@ -74,7 +74,7 @@ class WarmUp:
         def note(done: int, total: int) -> None:
             self._progress = done, total
 
-        assert self._bundle is not None  # else nothing was added
+        assert self._bundle is not None  # otherwise nothing was added
         place = device if device.type != "cpu" else torch.device("cuda")
         try:
             self._bundle.warm_up(layers, formats=[activation_format], device=place, progress=note, **self._options)
@@ -83,6 +83,6 @@ class WarmUp:
 
 
 def _shapes(layer: Any) -> list[Any]:
-    """What tells layers apart that launch different kernels."""
+    """A key that is equal for layers that launch the same kernels."""
     parts = layer if isinstance(layer, tuple) else vars(layer).values()
     return [part.shape if isinstance(part, torch.Tensor) else getattr(part, "shape", type(part)) for part in parts]
