@@ -119,8 +119,8 @@ def decode(bundle: ModuleType, batch: Sequence[Plane], reader: TensorReader, dev
 def read_wire(
     planes: Sequence[Plane], reader: TensorReader, rows: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Read compressed planes of one geometry: the slabs of ``rows``, uint8 `[E, bytes]`, all exceptions int32 `[X]`, and
-    where those of each plane end, int64 `[E]`."""
+    """Read compressed planes of one geometry: the slabs of ``rows``, uint8 `[E, bytes]`, all exceptions int32 `[X]`,
+    and where those of each plane end, int64 `[E]`."""
     import torch
 
     begin, end = (fixed_bytes(row, planes[0].cols) for row in (rows.start, rows.stop))

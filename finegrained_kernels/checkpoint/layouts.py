@@ -219,7 +219,7 @@ def read_layout(root: Path | None, files: Collection[str]) -> Layout:
 
 
 def _is_shard_or_index(name: str) -> bool:
-    """Whether a file at the top shows that the directory has the other layout, where a manifest.json may be anything."""
+    """Whether a file at the top shows that this is the other layout; there, a manifest.json may be anything."""
     return "/" not in name and name.endswith((".safetensors", INDEX_SUFFIX))
 
 
