@@ -31,7 +31,7 @@ from types import SimpleNamespace
 
 import harness
 import torch
-from moe_layer import QWEN_NEXT, compile_one
+from moe_cases import QWEN_NEXT, compile_one
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 from finegrained_kernels.integrations.transformers import NVFP4ExpertsModule, nvfp4_experts, set_scale_strategy

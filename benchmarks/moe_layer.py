@@ -10,7 +10,7 @@ Outputs of all are compared bit for bit, three seeds each, before any is timed.
 `layer`  one layer, L2 flushed. Bytes: weights and scales of the experts that have rows, once, as the strategy stores
          them; staged adds the decoded bytes, written and read. Activations are not counted. The roof reads as many.
 `stack`  attention and MoE layers, warm: projections, SDPA and weights of each layer's own. Prefill of one sequence, or
-         decode of one token a sequence against a cache of CONTEXT tokens. Bytes: what expanding every layer moves; time
+         decode of one token a sequence against a cache of 4096 tokens. Bytes: what expanding every layer moves; time
          of that alone is `expansion`. What prefetch hides of it in prefill is read off the GPU's timeline, rows
          `timeline_*`: sums over the stack (prefetch_timeline.py).
 `paths`  few rows, batched against grouped: where the rule should change.
@@ -20,132 +20,41 @@ Rows `memory` hold resident bytes a layer; the scratch is shared by all layers o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import harness
 import torch
 import torch.nn.functional as F
+from moe_cases import (
+    DEVICE,
+    FORMATS,
+    PATHS,
+    SHAPES,
+    Shape,
+    batched_up_to,
+    compile_one,
+    layer_calls,
+    make_call,
+    make_layer,
+    new_scratch,
+)
 from prefetch_timeline import Timeline, hidden
 from read_sweep import time_beside_roofs
-from scale_planes import make_planes, moved_bytes, plain_scales
+from scale_planes import moved_bytes
 
 from finegrained_kernels import load
 
 SEEDS = 3
 SAMPLES = {"decode": 150, "few tokens": 20, "many tokens": 9, "timeline": 20}
-CONTEXT = 4096
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A model's layer; `gate_percent`, `down_percent`: exceptions of its scales, as the real stacks have."""
-
-    name: str
-    num_experts: int
-    hidden: int
-    intermediate: int
-    top_k: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    gate_percent: float = 1.02
-    down_percent: float = 0.22
-    context: int = CONTEXT
-    layer_tokens: tuple[int, ...] = (1, 4, 16, 64, 256, 1024, 4096, 8192, 32768)
-    path_tokens: tuple[int, ...] = (1, 2, 4, 8, 16)
-    prefill: tuple[int, ...] = (2048, 8192, 32768)
-    decode: tuple[int, ...] = (1, 4, 16, 64)
-
-
-QWEN = Shape("qwen", 512, 2560, 640, 8, heads=32, kv_heads=4, head_dim=128)
-QWEN_NEXT = dataclasses.replace(QWEN, name="qwen_next", top_k=10, heads=16, kv_heads=2, head_dim=256)
-"""Of model.py's model."""
-
-TINY = Shape("tiny", 6, 64, 32, 2, heads=4, kv_heads=2, head_dim=16, context=32, layer_tokens=(1, 24),
-             path_tokens=(2,), prefill=(24,), decode=(2,))  # fmt: skip
-SHAPES = {shape.name: shape for shape in (QWEN, QWEN_NEXT, TINY)}
-
-
-def make_layer(bundle: ModuleType, shape: Shape, seed: int, scratch: torch.Tensor | None = None):
-    """(dense experts, the same compressed). Random codes; scales with one window a row; gate and up globals differ."""
-    experts, hidden, inner = shape.num_experts, shape.hidden, shape.intermediate
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-
-    def codes(*size: int) -> torch.Tensor:
-        return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8, device=DEVICE)
-
-    gate_up_planes = make_planes(experts, 2 * inner, hidden // 16, shape.gate_percent, 2 * seed, DEVICE)
-    down_planes = make_planes(experts, hidden, inner // 16, shape.down_percent, 2 * seed + 1, DEVICE)
-    spread = 1 + torch.rand(experts, 3, generator=generator, device=DEVICE)
-    dense = bundle.NVFP4Experts(
-        gate_up=codes(experts, 2 * inner, hidden // 2),
-        down=codes(experts, hidden, inner // 2),
-        gate_up_scales=gate_up_planes.view(torch.float8_e4m3fn),
-        down_scales=down_planes.view(torch.float8_e4m3fn),
-        gate_up_global=(spread[:, :2] * 0.01 / hidden**0.5).contiguous(),
-        down_global=(spread[:, 2] * 0.01 / inner**0.5).contiguous(),
-    )
-    prepared = {}
-    for name, planes in (("gate_up_scales", gate_up_planes), ("down_scales", down_planes)):
-        wire = bundle.compress_nvfp4_csf_scales(planes)
-        prepared[name] = bundle.prepare_nvfp4_csf_scales(*wire, num_rows=planes.shape[1], num_cols=planes.shape[2])
-    if scratch is None:
-        scratch = new_scratch(dense)
-    return dense, dataclasses.replace(dense, **prepared, scratch=scratch)
-
-
-def blank_layer(bundle: ModuleType, shape: Shape):
-    """As `make_layer`, of whatever is in memory: to compile with."""
-    experts, hidden, inner = shape.num_experts, shape.hidden, shape.intermediate
-    sizes = {"gate_up_scales": (experts, 2 * inner, hidden // 16), "down_scales": (experts, hidden, inner // 16)}
-    dense = bundle.NVFP4Experts(
-        gate_up=torch.empty(experts, 2 * inner, hidden // 2, dtype=torch.uint8, device=DEVICE),
-        down=torch.empty(experts, hidden, inner // 2, dtype=torch.uint8, device=DEVICE),
-        **{
-            name: torch.zeros(size, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
-            for name, size in sizes.items()
-        },
-        gate_up_global=torch.ones(experts, 2, device=DEVICE),
-        down_global=torch.ones(experts, device=DEVICE),
-    )
-    compressed = {name: plain_scales(bundle, *size, DEVICE) for name, size in sizes.items()}
-    return dense, dataclasses.replace(dense, **compressed, scratch=new_scratch(dense))
 
 
 def num_samples(tokens: int) -> int:
     return SAMPLES["few tokens" if tokens <= 2048 else "many tokens"]
-
-
-def new_scratch(dense) -> torch.Tensor:
-    return torch.empty(dense.gate_up_scales.nbytes + dense.down_scales.nbytes, dtype=torch.uint8, device=DEVICE)
-
-
-def make_call(shape: Shape, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, and uniform routing to `top_k` experts each."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    draw = {"generator": generator, "device": DEVICE}
-    hidden = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, **draw)
-    index = torch.rand(tokens, shape.num_experts, **draw).topk(shape.top_k).indices
-    return hidden, index, torch.rand(tokens, shape.top_k, **draw)
-
-
-def layer_calls(bundle: ModuleType, layer, call, options: dict) -> dict[str, Callable[[], torch.Tensor]]:
-    dense, compressed = layer
-    forward = bundle.moe_forward
-    return {
-        "dense": lambda: forward(dense, *call, **options),
-        "staged": lambda: forward(compressed, *call, **options, strategy="staged"),
-        "prefetched": lambda: forward(compressed, *call, **options, strategy="staged", scales_expanded=True),
-        "fused": lambda: forward(compressed, *call, **options, strategy="fused"),
-    }
 
 
 def check_equal(outputs: dict[str, torch.Tensor], what: str) -> None:
@@ -217,22 +126,6 @@ def add_row(results: harness.Results, case: str, variant: str, timing: harness.T
     row = results.rows[-1]
     spread = "" if timing is None else f"({row['us_p20']} to {row['us_p80']})"
     print(*(f"{row[name]}" for name in ("case", "variant", "tokens", "us_p50")), spread, row["bytes"], flush=True)
-
-
-@contextlib.contextmanager
-def batched_up_to(bundle: ModuleType, rows: int | None) -> Iterator[None]:
-    """Another limit of batched calls meanwhile, None for the bundle's own; a graph keeps what its capture saw."""
-    moe = importlib.import_module(f"{bundle.__name__}.moe.layer")
-    rule = moe.BATCHED_MAX_ROWS
-    moe.BATCHED_MAX_ROWS = rule if rows is None else rows
-    try:
-        yield
-    finally:
-        moe.BATCHED_MAX_ROWS = rule
-
-
-PATHS = {"batched": 1 << 30, "grouped": 0}
-"""Most rows of a batched call that make any call one or the other."""
 
 
 def bench_paths(bundle: ModuleType, shape: Shape, formats: list[str], results: harness.Results) -> None:
@@ -400,26 +293,6 @@ def bench_timeline(stack: Stack, case: str, call, options: dict, results: harnes
     print(f"{case} {tokens}: prefetch hides {by_exposed:.1%}; with what attention loses, {by_both:.1%}", flush=True)
 
 
-@functools.lru_cache(maxsize=1)
-def blank_layer_of(name: str):
-    """This process's (bundle, layer)."""
-    bundle = load()
-    return bundle, blank_layer(bundle, SHAPES[name])
-
-
-def compile_one(name: str, activations: str, tokens: int, path: str | None, strategy: str) -> None:
-    """Launch what a layer's call launches, for the compiler's cache; `path`: one of PATHS, not the bundle's choice."""
-    torch.set_num_threads(1)
-    bundle, layer = blank_layer_of(name)
-    calls = layer_calls(bundle, layer, make_call(SHAPES[name], tokens, 0), {"activation_format": FORMATS[activations]})
-    with batched_up_to(bundle, None if path is None else PATHS[path]):
-        calls[strategy]()
-    if strategy == "staged":
-        bundle.expand_scales(layer[1])
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-
-
 def compile_jobs(shape: Shape, formats: list[str], benches: list[str]) -> list[tuple]:
     """Different kernels side by side: fewer processes then wait for what another has just compiled."""
     counts = {"layer": shape.layer_tokens, "paths": (), "stack": (*shape.prefill, *shape.decode)}
@@ -431,7 +304,6 @@ def compile_jobs(shape: Shape, formats: list[str], benches: list[str]) -> list[t
     ]
 
 
-FORMATS = {"w4a16": "bf16", "w4a4": None}
 BENCHES = {"layer": bench_layer, "paths": bench_paths, "stack": bench_stack}
 
 
