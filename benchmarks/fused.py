@@ -118,7 +118,7 @@ def bench_case(
 
 
 def summarize(rows: list[dict]) -> None:
-    """us, the ratio of fused to dense, and what fused saves of staged; then the same of a layer's two GEMMs."""
+    """us, the ratio of fused to dense, and how much less than staged it takes, then for a layer's two GEMMs."""
     found = {}
     for row in rows:
         variant, _, batched = row["variant"].partition("_")

@@ -142,7 +142,7 @@ def routing() -> str:
     drawn = image(
         "sparse_routing",
         "Time to decode active experts, over their number, beside a copy of as many bytes",
-        "Time follows the experts that are decoded, not those that there are.",
+        "The time grows with the number of experts that are decoded, not with the number that the layer has.",
     )
     return paragraph(text) + "\n" + table_text + drawn
 
@@ -204,14 +204,14 @@ def gemms() -> str:
     parts = ["### GEMMs\n", paragraph(text), markdown_table(header, rows)] if rows else []
     if many:
         text = """Then many tokens, beside torch's bf16 GEMMs; in parentheses how many times as fast as those. Torch's
-            grouped GEMM is given rows that are gathered already, and computes no gate."""
+            grouped GEMM gets rows that are gathered already, and applies no gate."""
         header = "weights | tokens | torch, bf16, us | W4A16, us | W4A4, us"
         parts += [paragraph(text), markdown_table(header, many)]
     return "\n".join(parts)
 
 
 def strategies() -> str:
-    """A layer's GEMMs on dense scales, staged and fused, what the last two add, and what fused saves of staged."""
+    """A layer's GEMMs on dense scales, staged and fused: what staged and fused add, and how much less fused adds."""
     table = Table("fused")
     rows = []
     for model, counts in layers_of(table).items():
@@ -260,12 +260,12 @@ def moe_layer() -> str:
             name: table.one(case=cases[0], variant=f"timeline_{name}", tokens=TIMELINE_TOKENS).us
             for name in ("expansion", "exposed", "attention_loss")
         }
-        text = f"""{layers} such layers, each with attention before it, warm, take this much longer than with dense
-            scales, over prefill and decode: {", ".join(added)}. Prefetching decodes all experts on a side
-            stream while attention runs. A decode step is too short for that, so `moe_forward` does not choose it there
-            by itself. With {TIMELINE_TOKENS:,} tokens, decoding alone takes {timeline["expansion"]:.0f} us; beside
-            attention, the layers wait {timeline["exposed"]:.0f} us for it, but attention takes
-            {timeline["attention_loss"]:.0f} us longer."""
+        text = f"""A stack of {layers} such layers, each with attention before it, takes this much longer, warm, than
+            with dense scales, over prefill and decode: {", ".join(added)}. Prefetching decodes all experts on a side
+            stream while attention runs. In a decode step attention is too short to hide that, so `moe_forward` does not
+            choose it there by itself. With {TIMELINE_TOKENS:,} tokens, decoding alone takes
+            {timeline["expansion"]:.0f} us; beside attention, the layers wait {timeline["exposed"]:.0f} us for it, but
+            attention takes {timeline["attention_loss"]:.0f} us longer."""
         written += "\n" + paragraph(text)
         written += image(
             f"moe_stack_{model}_{kind}",

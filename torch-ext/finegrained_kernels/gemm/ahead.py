@@ -18,7 +18,7 @@ from .problem import Gemm
 from .split import has_clusters
 
 SCRATCH_BYTES = 128 << 20
-"""Of unpacked weights at a time, or less than that."""
+"""The most bytes of unpacked weights at a time."""
 
 FEWEST_TOKENS, FEWEST_TOKENS_SMALL, SMALL_WEIGHT = 1536, 512, 1 << 23
 """Tokens from which unpacking ahead is the faster way, measured; of weights that have no more than SMALL_WEIGHT

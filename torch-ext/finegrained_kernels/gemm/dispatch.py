@@ -28,7 +28,7 @@ from .split import SplitConfig, choose_split, plan_split
 ALIGNMENT = 16
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MMA_REGISTERS = 128
-"""Of a thread of `nvfp4_split_kernel` without warpgroups: left to choose, the assembler takes fewer, and spills."""
+"""Registers of a thread of `nvfp4_split_kernel` without warpgroups: the assembler itself takes fewer, and spills."""
 PORTABLE_TILE = BlockTile(BLOCK_N=64, BLOCK_K=64, BLOCK_T=16)
 
 

@@ -23,7 +23,7 @@ HOPPER_BYTES = 228 << 10
 RESERVED_BYTES = 1024
 
 RESULT_BYTES = 16 << 10
-"""Of results that leave by way of shared memory, as much as is there at a time, or less than twice as much."""
+"""How many bytes of results are in shared memory at a time, on their way out, or less than twice as many."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def choose_strategy(num_tokens: int, is_read_by_kernels: bool) -> str:
 
 
 def is_batched(num_rows: int) -> bool:
-    """Whether a call runs its GEMMs a row a tile, unsorted, rather than grouped by expert.
+    """Whether each row of a call is a tile of its GEMMs, unsorted, instead of rows being grouped by expert.
 
     Depends on the rows alone: dense, staged and fused calls must run the same GEMMs.
     """

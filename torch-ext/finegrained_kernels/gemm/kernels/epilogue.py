@@ -18,8 +18,8 @@ RESULT_BYTES = gl.constexpr(smem_plan.RESULT_BYTES)
 def scale_and_gate(acc, tile, schedule, epilogue, SHIFT: gl.constexpr, SHAPE: gl.constexpr):
     """Sums times their globals; gated, [BLOCK_N, BLOCK_T] becomes [BLOCK_N / 2, BLOCK_T].
 
-    Of no expert, sums are zeros. Globals are made zeros, whatever the last expert's are, and what gates harmless:
-    results then are zeros without a selection for each.
+    Rows of no expert have sums of zero. Their globals are made zero, too, and alpha and limit harmless, whatever the
+    last expert's are: so their results are zero without a selection for each.
     """
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
