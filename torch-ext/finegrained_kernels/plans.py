@@ -160,6 +160,11 @@ def _splitter(types: tuple[type, ...]) -> Callable[[tuple], tuple[tuple, tuple]]
 class _Watch(TorchDispatchMode):
     """Keeps what torch allocates, and sees whether it does more than that and views."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch from 2.11 on would import its compiler, which takes seconds, to keep that out of the mode."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.allocated: list[torch.Tensor] = []
