@@ -10,6 +10,8 @@ so that what takes seconds to import is imported once.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -31,13 +33,27 @@ def main() -> None:
     pretend_gpu(task["device"])
     jobs = sorted(find_kernels(bundle, task).values(), key=cost, reverse=True)
     print(json.dumps({"total": len(jobs)}), flush=True)
-    queue = numbers_up_to(len(jobs))
+    steps: list[Callable[[], dict]] = [build_driver, *(functools.partial(compile_kernel, *job) for job in jobs)]
+    gc.freeze()
+    gc.disable()  # it would look at all of torch again and again, and write to memory that the processes share
+    queue = numbers_up_to(len(steps))
+    first = os.getpid()
     others = fork(min(task["workers"], len(jobs)) - 1)
     while number := os.read(queue, NUMBER_BYTES):
-        job = jobs[int.from_bytes(number, "little")]
-        print(json.dumps(compile_kernel(*job)), flush=True)
+        print(json.dumps(steps[int.from_bytes(number, "little")]()), flush=True)
+    if os.getpid() != first:
+        os._exit(0)  # what torch would do before takes half a second
     if any(os.waitpid(process, 0)[1] for process in others):
         sys.exit("a process ended before its kernels were compiled")
+
+
+def build_driver() -> dict:
+    """Have Triton compile the C that loads its binaries. Without a driver to link it to, its launches will say so."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    with contextlib.suppress(Exception):
+        CudaUtils()
+    return {}
 
 
 def numbers_up_to(count: int) -> int:
@@ -227,12 +243,12 @@ def config_chooser(bundle: ModuleType, weight: Any, scales: Any, result_bytes: i
     return lambda num_rows: gemm.choose_config(device, rows, depth, num_rows, num_experts, result_bytes, is_compressed)
 
 
-def cost(job: tuple) -> float:
+def cost(job: tuple) -> tuple:
     """Which of two kernels takes longer to compile, roughly: the largest are begun first."""
     kernel, constants, _ = job
-    tile = constants.get("TILE")
-    size = getattr(tile, "BLOCK_N", 0) * getattr(tile, "BLOCK_T", 0)
-    return size * (4 if "wgmma" in kernel.fn.__name__ else 1)
+    tile, shape = constants.get("TILE"), constants.get("SHAPE")
+    size = getattr(tile, "BLOCK_N", 0) * getattr(tile, "BLOCK_T", 0) * (4 if "wgmma" in kernel.fn.__name__ else 1)
+    return size, getattr(shape, "COMPRESSED", False), getattr(shape, "GLOBAL_PER_ROW", False)
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], arguments: tuple) -> dict[str, Any]:

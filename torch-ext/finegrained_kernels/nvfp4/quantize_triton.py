@@ -186,5 +186,5 @@ def _launch(x, global_scale, is_dynamic: bool, packed=None, scales=None, operand
         bind(quantize_rows_kernel, K=depth, IS_DYNAMIC=is_dynamic, COUNT=count, **tile)(
             (cdiv(rows, tile["BLOCK_R"]),),
             x.contiguous(), global_scale, packed, None if scales is None else scales.view(torch.uint8), operands,
-            row_index, rows, x.shape[0], 0 if global_scale.numel() == 1 else 1,
+            row_index, rows, x.shape[0], 1 if is_dynamic or global_scale.numel() > 1 else 0,
         )  # fmt: skip
