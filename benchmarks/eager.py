@@ -1,12 +1,16 @@
 """CPU time of calls that nobody captured, by the clock over a loop that the GPU keeps up with, beside torch's smallest
-operator in the same run; and what `warm_up` spares them, measured in programs of their own.
+operator; and what `warm_up` spares them, measured in programs of their own.
 
     LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/eager.py
 
-A call's row is the median of five loops of 300. `warm_up` of a layer's dense and compressed forms, W4A16 and W4A4,
-begins with an empty cache of Triton (`warm_up`), then with a full one (`warm_up_again`); after it, a new program makes
-calls of 40 random numbers of tokens, and counts compilations (`first_calls`: the slowest). In the column `bytes` these
-three have numbers of kernels. Rows of other variants, such as Marlin's, stay as they are: they are measured elsewhere.
+A call's row is the median of five loops of 300, which take turns with those of other variants and with torch's, the
+baseline. Marlin is among them where `peers/prepare.py` has gathered it. With transformers installed, `qwen_module` is
+the module in the place of a model's experts beside its layer, and `decode_8_layers` a step of one token of a model with
+8 such layers, whose experts do nothing in the row `no_experts`.
+
+`warm_up` of a layer's dense and compressed forms, W4A16 and W4A4, begins with an empty cache of Triton (`warm_up`),
+then with a full one (`warm_up_again`); after it, a new program makes calls of 40 random numbers of tokens, and counts
+compilations (`first_calls`: the slowest). In the column `bytes` these three have numbers of kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import harness
 import torch
@@ -29,8 +36,11 @@ from cases import get_bundle
 from scale_planes import make_planes, plain_scales
 
 EXPERTS, HIDDEN, INNER, TOP_K = 512, 2560, 640, 8
-LOOPS, ROUNDS = 5, 300
+LOOPS, ROUNDS, STEPS_A_LOOP = 5, 300, 15
 TOKENS = (1, 8, 64)
+LAYERS = 8
+PEERS = Path(__file__).parent / "peers"
+Calls = dict[str, Callable[[], object]]
 
 
 def make_layers(bundle, device: str = "cuda") -> tuple:
@@ -40,7 +50,7 @@ def make_layers(bundle, device: str = "cuda") -> tuple:
     dense = bundle.NVFP4Experts(
         gate_up=bytes_(EXPERTS, 2 * INNER, HIDDEN // 2), down=bytes_(EXPERTS, HIDDEN, INNER // 2),
         gate_up_global=torch.ones(EXPERTS, device=device), down_global=torch.ones(EXPERTS, device=device),
-        **{name: bytes_(*size).zero_().view(torch.float8_e4m3fn) for name, size in sizes.items()},
+        **{name: bytes_(*size).fill_(0x38).view(torch.float8_e4m3fn) for name, size in sizes.items()},
     )  # fmt: skip
     return dense, dataclasses.replace(
         dense, **{name: plain_scales(bundle, *size, device) for name, size in sizes.items()}
@@ -54,51 +64,120 @@ def routing(tokens: int, device: str = "cuda") -> tuple[torch.Tensor, ...]:
     return hidden, index, torch.rand(tokens, TOP_K, generator=generator, device=device)
 
 
-def calls(bundle) -> dict[tuple[str, int], dict[str, Callable[[], object]]]:
+def load_marlin():
+    """The module of peers/ that calls it; None where it was not gathered."""
+    if not (PEERS.parent / "local/peers/vllm_marlin.py").exists():
+        print("Marlin is not there: peers/prepare.py gathers it", flush=True)
+        return None
+    sys.path.append(str(PEERS))
+    marlin = importlib.import_module("marlin")
+    marlin.load()
+    return marlin
+
+
+def calls(bundle, marlin) -> dict[tuple[str, int], Calls]:
     dense, fused = make_layers(bundle)
     x = torch.randn(1, 4096, dtype=torch.bfloat16, device="cuda")
-    weight = torch.empty(4096, 2048, dtype=torch.uint8, device="cuda")
-    planes = make_planes(1, 4096, 256, 0.3)
+    weight = torch.zeros(4096, 2048, dtype=torch.uint8, device="cuda")
+    planes, factor = make_planes(1, 4096, 256, 0.3), torch.ones(1, device="cuda")
+    scales = planes[0].view(torch.float8_e4m3fn)
     compressed = bundle.prepare_nvfp4_csf_scales(*bundle.compress_nvfp4_csf_scales(planes), num_rows=4096, num_cols=256)
-    linear = functools.partial(
-        bundle.matmul_2d, x, weight, activation_format="bf16", b_global_scale=torch.ones(1, device="cuda")
-    )
-    small = torch.zeros(16, 16, device="cuda")
+    linear = functools.partial(bundle.matmul_2d, x, weight, activation_format="bf16", b_global_scale=factor)
     size = bundle.csf_workspace_size(fused.down_scales)
     decompress = functools.partial(
         bundle.decompress_nvfp4_csf_scales, fused.down_scales, max_active=TOP_K,
         workspace=torch.empty(size, dtype=torch.uint8, device="cuda"),
         expert_start=torch.zeros(EXPERTS + 1, dtype=torch.int32, device="cuda"),
     )  # fmt: skip
-    work: dict[tuple[str, int], dict[str, Callable[[], object]]] = {
-        ("torch_add", 1): {"torch": lambda: small + small},
+    work: dict[tuple[str, int], Calls] = {
         ("dense_4096", 1): {
-            "ours_dense": functools.partial(linear, Bs=planes[0].view(torch.float8_e4m3fn)),
+            "ours_dense": functools.partial(linear, Bs=scales),
             "ours_fused": functools.partial(linear, Bs=compressed),
         },
         ("decompress_qwen_down", 1): {"ours": decompress},
     }
+    if marlin is not None:
+        work["dense_4096", 1]["marlin"] = functools.partial(marlin.Linear(weight, scales, factor[0]), x)
+        peer = marlin.Layer(SimpleNamespace(experts=EXPERTS, hidden=HIDDEN, inner=INNER), dense, TOP_K)
     for tokens in TOKENS:
-        given = routing(tokens)
+        hidden, index, weights = routing(tokens)
+        forward = functools.partial(bundle.moe_forward, activation_format="bf16")
         work["qwen", tokens] = {
-            name: functools.partial(bundle.moe_forward, layer, *given, activation_format="bf16")
-            for name, layer in (("ours_dense", dense), ("ours_fused", fused))
+            "ours_dense": functools.partial(forward, dense, hidden, index, weights),
+            "ours_fused": functools.partial(forward, fused, hidden, index, weights),
         }
+        if marlin is not None:
+            call = functools.partial(peer.layer, hidden, index.int(), weights, peer.caches(tokens))
+            work["qwen", tokens]["marlin"] = call
     return work
 
 
-def cpu_time(call: Callable[[], object]) -> harness.Timing:
-    for _ in range(20):
-        call()
+def model_calls() -> dict[tuple[str, int], Calls]:
+    """Of a model: a layer, the module around it, and a step with experts and without."""
+    model_benchmark = importlib.import_module("model")
+    model = model_benchmark.make_model(LAYERS, model_benchmark.SHAPE, "cuda")
+    blocks = [layer.mlp for layer in model.model.layers]
+    experts = [block.experts for block in blocks]
+    experts[0].schedule.switch("fused", prefetch=False)
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(1, experts[0].hidden_dim, dtype=torch.bfloat16, generator=generator, device="cuda")
+    index = torch.rand(1, experts[0].num_experts, generator=generator, device="cuda").topk(TOP_K).indices
+    given = hidden, index, torch.rand(1, TOP_K, generator=generator, device="cuda").bfloat16()
+    forward = experts[0].schedule.bundle.moe_forward
+    step = model_benchmark.decode(model, 1)
+
+    class NoExperts(torch.nn.Module):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            return hidden_states
+
+    def step_on(modules: list[torch.nn.Module]) -> None:
+        for block, module in zip(blocks, modules, strict=True):
+            block._modules["experts"] = module
+        step()
+
+    return {
+        ("qwen_module", 1): {
+            "layer": functools.partial(forward, experts[0].experts, *given, activation_format="bf16", strategy="fused"),
+            "module": functools.partial(experts[0], *given),
+        },
+        (f"decode_{LAYERS}_layers", 1): {
+            "experts": functools.partial(step_on, experts),
+            "no_experts": functools.partial(step_on, [NoExperts()] * LAYERS),
+        },
+    }
+
+
+def cpu_times(calls: Calls, rounds: int) -> dict[str, harness.Timing]:
+    """us of each call, and of torch's smallest operator."""
+    small = torch.zeros(16, 16, device="cuda")
+    loops = {name: (call, rounds) for name, call in calls.items()} | {"torch": (lambda: small + small, ROUNDS)}
+    taken: dict[str, list[float]] = {name: [] for name in loops}
+    with torch.no_grad():
+        for call, _ in loops.values():
+            for _ in range(20):
+                call()
+        for _ in range(LOOPS):
+            for name, (call, count) in loops.items():
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(count):
+                    call()
+                taken[name].append((time.perf_counter() - begin) / count * 1e6)
     torch.cuda.synchronize()
-    taken = []
-    for _ in range(LOOPS):
-        begin = time.perf_counter()
-        for _ in range(ROUNDS):
-            call()
-        taken.append((time.perf_counter() - begin) / ROUNDS * 1e6)
-        torch.cuda.synchronize()
-    return harness.quantiles(taken)
+    return {name: harness.quantiles(times) for name, times in taken.items()}
+
+
+def measure(results: harness.Results, work: dict[tuple[str, int], Calls]) -> None:
+    for (case, tokens), calls in work.items():
+        timings = cpu_times(calls, STEPS_A_LOOP if case.startswith("decode_") else ROUNDS)
+        reference = timings["torch"].p50
+        for variant, timing in timings.items():
+            results.append(
+                case, variant, timing, tokens=tokens, condition="eager_cpu", baseline="torch_add",
+                baseline_us=f"{reference:.2f}",
+            )  # fmt: skip
+            adds = timing.p50 / reference
+            print(f"{case:22}{tokens:4} {variant:12}{timing.p50:9.2f} us, {adds:6.2f} adds", flush=True)
 
 
 def warm(bundle) -> dict[str, float]:
@@ -163,18 +242,13 @@ def main() -> None:
             timing = harness.Timing(*[measured["us"]] * 3)
             results.append("qwen", step, timing, condition="eager_cpu", bytes=measured["count"])
             print(f"{step:22} {measured['us'] / 1e6:8.3f} s, {measured['count']}", flush=True)
-    bundle, reference = get_bundle(arguments.bundle), 0.0
-    for (case, tokens), variants in calls(bundle).items():
-        for variant, call in variants.items():
-            timing = cpu_time(call)
-            reference = reference or timing.p50
-            results.append(
-                case, variant, timing, tokens=tokens, condition="eager_cpu", baseline="torch_add",
-                baseline_us=f"{reference:.2f}",
-            )  # fmt: skip
-            print(
-                f"{case:22}{tokens:4} {variant:12}{timing.p50:9.2f} us, {timing.p50 / reference:6.2f} adds", flush=True
-            )
+    marlin = load_marlin()
+    measure(results, calls(get_bundle(arguments.bundle), marlin))
+    torch.cuda.empty_cache()
+    if importlib.util.find_spec("transformers") is None:
+        print("transformers is not there: no module and no model", flush=True)
+    else:
+        measure(results, model_calls())
 
 
 if __name__ == "__main__":
