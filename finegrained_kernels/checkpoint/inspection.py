@@ -173,8 +173,10 @@ def _by_projection(planes: Iterable[Plane]) -> dict[tuple[str, str], list[Plane]
 
 
 def _contradiction(checkpoint: Checkpoint, plane: Plane, said: LayerFormat | None) -> Fault:
-    what = "not quantized" if said is None else said.algorithm
-    message = f"NVFP4 by its tensors, but {what} by the config: no loader can tell which is right"
+    if said is None:
+        message = "NVFP4 by its tensors, but not quantized by the config, which other loaders go by"
+    else:
+        message = f"NVFP4 by its tensors, but {said.algorithm} by the config: no loader can tell which is right"
     return Fault(checkpoint.located[plane.weight][0], plane.weight, message)
 
 

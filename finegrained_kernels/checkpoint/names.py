@@ -133,7 +133,8 @@ def find_planes(located: Located) -> tuple[dict[str, Plane], list[Fault]]:
     """Every NVFP4 scale plane by name, and what is wrong with others that claim to be one.
 
     A `weight_scale` belongs to NVFP4 if its weight is U8 or I8 `[N, K/2]`; it must then be F8_E4M3 `[N, K/16]`, or a
-    compressed pair for that geometry, and have a second-level scale. Geometry is never inferred from the scales. A
+    compressed pair for that geometry, and have a second-level scale. One that is not F8_E4M3 and has none is of another
+    format. Geometry is never inferred from the scales. A
     stack of experts, `[E, N, K/2]` or, with `E` second-level scales, `[E * N, K/2]`, has a plane for each.
     """
     planes: dict[str, Plane] = {}
@@ -210,6 +211,8 @@ def _describe(scale: str, first: str, located: Located, faults: list[Fault]) -> 
         expected = f"[N, K/2], or [E, N, K/2] of a stack of experts, with K a multiple of {GROUP}"
         return fault(f"expected {expected}, got {list(shape)}", weight)
     if global_scale not in located:
+        if not compressed and located[scale][1].dtype != "F8_E4M3":
+            return ()  # another format, such as INT8 or MXFP4
         return fault(f"no second-level scale beside it: expected {global_scale}")
     _, (dtype, _, begin, end) = located[global_scale]
     parts = shape[0] if len(shape) == 3 else None

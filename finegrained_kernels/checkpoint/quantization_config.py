@@ -308,7 +308,7 @@ class _Reader:
         if stored is not None and not isinstance(stored, str):
             raise self.fault("format", f"expected a text, got {stored!r}")
         bits, size = (self.number(weights, name, f"{key}.weights") for name in ("num_bits", "group_size"))
-        floating = weights.get("type", "int") == "float" or stored == "nvfp4-pack-quantized"
+        floating = weights.get("type", "float" if stored == "nvfp4-pack-quantized" else "int") == "float"
         activations = self.activations(inputs, key)
         divide = self.method == COMPRESSED_TENSORS
         if floating and bits == 4 and size in (None, 16):

@@ -231,6 +231,9 @@ UNKNOWN = {
     "expert": (f"{EXPERT}.input_scale", torch.tensor(3.0)),
     "projection": (f"{EXPERT}.up_proj.weight_scale_3", torch.tensor(3.0)),
     "projection, no scale": (f"{EXPERT}.up_proj.rotation", torch.ones(4)),
+    "float scale of no cache": ("model.layers.0.mlp.gate.k_scale", torch.tensor(3.0)),
+    "integer scale of a cache": ("model.layers.0.self_attn.k_proj.k_scale", torch.tensor(3)),
+    "float codebook": ("model.layers.0.self_attn.o_proj.codebook", torch.ones(16)),
     "packed bytes anywhere": ("model.layers.0.self_attn.rotation", torch.zeros(4, dtype=torch.uint8)),
 }
 
@@ -251,9 +254,8 @@ def test_scales_of_a_quantized_cache_are_said_to_be_left_out(damaged, monkeypatc
     root = damaged(lambda tensors: tensors.update({name: torch.tensor(0.5) for name in names}))
     load(root).save_pretrained(root.parent / "saved")
     (message,) = said
-    assert message.startswith(
-        "4 scales of a quantized KV cache, such as model.layers.0.self_attn.k_proj.k_scale, are not"
-    )
+    said_first = "scales of a quantized KV cache are not applied, 4 such as model.layers.0.self_attn.k_proj.k_scale: "
+    assert message.startswith(said_first)
     assert read_tensors(root.parent / "saved").keys() == read_tensors(root).keys()
 
 

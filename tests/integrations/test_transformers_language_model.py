@@ -119,10 +119,17 @@ def test_the_same_tokens_with_every_strategy(paths, floats):
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_64_greedy_tokens_on_a_gpu(paths, device):
-    prompt = ids_of(paths, PROMPT).to(device)
-    found = [
-        load(paths["csf"], strategy, device=device).generate(prompt, max_new_tokens=LENGTH, do_sample=False)
-        for strategy in ("dense", "staged", "fused")
-    ]
-    assert all(torch.equal(tokens, found[0]) for tokens in found)
+@torch.no_grad()
+def test_64_greedy_tokens_on_a_gpu(paths, floats, device):
+    """With a cache, token by token; then the logits of all that was said."""
+    prompt = ids_of(paths, PROMPT)
+    found = {}
+    for strategy in ("dense", "staged", "fused"):
+        model = load(paths["csf"], strategy, device=device, dtype=torch.float16)
+        ids = model.generate(prompt.to(device), max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False)
+        found[strategy] = ids.cpu(), model(ids).logits.cpu()
+    ids, logits = found["dense"]
+    assert ids.shape[1] == prompt.shape[1] + LENGTH
+    assert all(torch.equal(ids, others) for others, _ in found.values())
+    assert all(torch.equal(logits, others) for _, others in found.values())
+    assert cosine(logits, floats("amax")(ids).logits) >= 0.9999

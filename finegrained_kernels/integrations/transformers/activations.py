@@ -46,13 +46,14 @@ def choose_activations(
     used = wanted == CALIBRATED or any(len(missing[plan.source]) < len(_names(plan)) for plan in quantized)
     if wanted == CALIBRATED and not quantized:
         raise CheckpointError(f"{checkpoint.root}: weight-only by its config: activation_format can be auto or bf16")
+    without = [plan.source for plan in quantized if len(missing[plan.source]) == len(_names(plan))]
+    if used and wanted != CALIBRATED and without:
+        message = f"has no input scales, as {len(without)} of {len(quantized)} layers, which quantize what they read"
+        faults.append(Fault(CONFIG, without[0], f"{message}: choose an activation_format"))
     for plan in quantized:
         chosen[plan.source] = CALIBRATED if used else BF16
         absent = missing[plan.source]
-        if used and wanted != CALIBRATED and len(absent) == len(_names(plan)):
-            message = "has no input scales, and other layers have: choose an activation_format"
-            faults.append(Fault(CONFIG, plan.source, message))
-        elif used:
+        if used and (wanted == CALIBRATED or plan.source not in without):
             what = "expert" if isinstance(plan, ExpertsPlan) else "layer"
             message = f"missing: quantized activations (W4A4) need one for every {what}"
             faults += [Fault(checkpoint.located[plan.planes[-1].weight][0], name, message) for name in absent]

@@ -101,8 +101,13 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
     modules = {module for module, _ in places.values()}
     roles = [(GATE_UP, 0), (GATE_UP, 1), (DOWN, 0)]
     if len(modules) != 1 or any(role not in places for role in roles):
-        names = ", ".join(projection for _, projection in places.values())
-        raise CheckpointError(f"{source}: expected gate, up and down projections of one module, got {names}")
+        names = ", ".join(dict.fromkeys(projection for _, projection in places.values()))
+        message = f"expected gate, up and down projections of one module in NVFP4, got {names}"
+        read = {name for p in found.values() for name in (*p.tensors, p.weight, p.global_scale, p.input_scale)}
+        for name, (shard, info) in checkpoint.located.items():
+            if name.startswith(f"{source}.") and name not in read and info.dtype != "F32":
+                raise CheckpointError([Fault(shard, name, f"{info.dtype} {list(info.shape)} in {source}: {message}")])
+        raise CheckpointError(f"{source}: {message}")
     (module,) = modules
     num_experts = rename.state[f"{module}.{DOWN}"].shape[0]
     stacks = {name: _stack(checkpoint, source, name, num_experts) for _, name in places.values()}

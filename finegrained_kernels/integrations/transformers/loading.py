@@ -116,6 +116,7 @@ def load_linear(
             module.stored[name] = read_tensor(reader, name)
     if plan.pre_quant_scale in module.stored:
         scale = module.stored[plan.pre_quant_scale].view(-1)
+        _check_finite(reader, plan.pre_quant_scale, scale, "which multiplies no activations")
         if by_columns and cut is not None:
             scale = scale.view(cut.size, -1)[cut.rank]
         module.pre_quant_scale = scale.to(device)
@@ -129,6 +130,7 @@ def load_fp8(reader: TensorReader, plan: FP8Plan, module: FP8Linear) -> None:
     module.stored = {name: read_tensor(reader, name) for name in plan.tensors if name != plan.weight}
     scale, block = module.stored[plan.scale], plan.block
     scale = torch.exp2(scale.view(torch.uint8).float() - 127) if scale.element_size() == 1 else scale.float()
+    _check_finite(reader, plan.scale, scale, "which is no scale")
     scale = scale.view(-(-rows // block[0]), -(-cols // block[1]))
     weight = read_tensor(reader, plan.weight).view(torch.uint8)
     if cut is not None:
@@ -143,6 +145,12 @@ def load_fp8(reader: TensorReader, plan: FP8Plan, module: FP8Linear) -> None:
             block = (1, block[1]) if cut.dim == 0 else (block[0], 1)
     local_part(module.weight).copy_(weight)
     module.scale, module.block = scale.to(module.device), block
+
+
+def _check_finite(reader: TensorReader, name: str, values: torch.Tensor, why: str) -> None:
+    bad = values[~values.isfinite()]
+    if len(bad):
+        raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, f"has {float(bad[0])}, {why}")])
 
 
 def read_tensor(reader: TensorReader, name: str) -> torch.Tensor:

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 _PARTS = "packed weights, scales, globals and perhaps input scales"
 _NOT_SUPPORTED = "no format that is supported: NVFP4 in experts and linear layers, FP8 (E4M3) in linear layers"
-_KV_SCALE = re.compile(r"(^|\.)((k|v|q|kv|prob)_scale|(k|v)_proj\.output_scale)$")
-_QUANTIZATION = re.compile(r"scale|zero_point|zeros|quant|amax|g_idx|packed|nvfp4|mxfp|weight_shape")
+_KV_SCALE = re.compile(r"(.*\.)?\w*(attn|attention)\.(.*\.)?((k|v|q|kv|prob)_scale|(k|v)_proj\.output_scale)")
+_QUANTIZATION = re.compile(
+    r"scale|zero_point|zeros|quant|amax|absmax|g_idx|packed|nvfp4|mxfp|weight_shape|codebook|lora_|hadamard|rotation|SCB"
+)
 """Words that no plain parameter has in the last part of its name: they show that something quantized is left unread."""
 
 
@@ -86,7 +88,7 @@ def plan_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelPlan:
             plan.experts.append(plan_experts(model, checkpoint, source, rename))
     scales = {plane.scale for plane in checkpoint.planes.values()}
     for name, (_, info) in checkpoint.located.items():
-        if info.dtype == FP8 and name not in scales and not rename.leaves_out(name):
+        if info.dtype == FP8 and name not in scales and not rename.leaves_out(name) and not name.endswith("_scale"):
             found_fp8 = plan_fp8(model, checkpoint, name, _block_size(checkpoint, name), rename, faults)
             plan.fp8 += [found_fp8] if found_fp8 else []
     raise_faults(faults)
@@ -96,7 +98,11 @@ def plan_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelPlan:
     for plans in (plan.experts, plan.linears, plan.fp8):
         plans.sort(key=lambda one: order[one.module])
     _check_config(checkpoint)
-    plan.kept = [name for name in checkpoint.located if _KV_SCALE.search(name) and rename.is_unknown(name)]
+    plan.kept = [
+        name
+        for name, (_, info) in checkpoint.located.items()
+        if _KV_SCALE.fullmatch(name) and info.dtype in FLOATS and rename.is_unknown(name)
+    ]
     plan.hidden = _hidden(checkpoint, plan)
     _check_nothing_ignored(checkpoint, plan, rename)
     _check_nothing_missing(model, checkpoint, plan, rename)
@@ -143,8 +149,10 @@ def _check_config(checkpoint: Checkpoint) -> None:
         if form is None or module in marked:
             continue
         named = f"named as {form.algorithm}, but the checkpoint has no such"
-        if module in (fp8 if form.family == NVFP4 else modules):
-            faults.append(Fault(CONFIG, module, f"named as {form.algorithm}, but the checkpoint has another format"))
+        if module in modules and form.family != NVFP4:
+            continue  # said below
+        if module in fp8 and form.family == NVFP4:
+            faults.append(Fault(CONFIG, module, f"named as {form.algorithm}, but the checkpoint has it in FP8"))
         elif form.family == OTHER:
             faults.append(Fault(CONFIG, module, f"quant_algo is {form.algorithm!r}: {_NOT_SUPPORTED}"))
         elif form.family != NVFP4:
@@ -155,6 +163,11 @@ def _check_config(checkpoint: Checkpoint) -> None:
                 faults.append(Fault(CONFIG, module, f"{named} expert or projection"))
         elif not any(name == module or name.startswith(f"{module}.") for name in modules):
             faults.append(Fault(CONFIG, module, f"{named} layer"))
+    for plane in checkpoint.planes.values():
+        form = said.layer_format(plane.module) if said else None
+        if form is not None and form.family != NVFP4 and not {plane.module, plane.layer_module} & marked:
+            shard = checkpoint.located[plane.weight][0]
+            faults.append(Fault(shard, plane.weight, f"NVFP4 by its tensors, but {form.algorithm} by the config"))
     raise_faults(faults)
 
 
@@ -176,7 +189,8 @@ def _check_nothing_ignored(checkpoint: Checkpoint, plan: ModelPlan, rename: Rena
             faults.append(Fault(shard, name, f"is {info.dtype}, in layer {module}: {_NOT_SUPPORTED}"))
         elif rename.is_unknown(name) and (module in linears or info.dtype not in FLOATS or _QUANTIZATION.search(last)):
             kind = f"{info.dtype} {list(info.shape)}"
-            faults.append(Fault(shard, name, f"unknown, {kind} in layer {module}: {_NOT_SUPPORTED}"))
+            where = f"in layer {module}" if module else "in no layer"
+            faults.append(Fault(shard, name, f"unknown, {kind} {where}: {_NOT_SUPPORTED}"))
     raise_faults(faults)
 
 

@@ -88,7 +88,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
             self.forms.update(unusual_forms(checkpoint, one))
         if plan.kept:
             logger.warning_once(
-                f"{len(plan.kept)} scales of a quantized KV cache, such as {plan.kept[0]}, are not applied: the cache "
+                f"scales of a quantized KV cache are not applied, {len(plan.kept)} such as {plan.kept[0]}: the cache "
                 "keeps the model's dtype"
             )
         schedule = Schedule(config.scale_strategy, config.prefetch)
