@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 
 import checkpoints
+from conftest import ROOT
 from finegrained_kernels import __version__
 from finegrained_kernels.checkpoint import compress, restore, verify
 from model_hub import REPO, ModelHub
@@ -79,12 +81,19 @@ except Exception as error:
 
 
 def test_transformers_without_the_package_names_it(tmp_path, run_python):
+    """Without the name that compress wrote, transformers says what docs/transformers.md quotes."""
     pytest.importorskip("transformers")
     config = checkpoints.MODELOPT_CONFIG | {"num_hidden_layers": 2, "num_experts": 4, "vocab_size": 96}
     source = checkpoints.write_checkpoint(tmp_path / "source", checkpoints.random_moe(), config)
     compress(source, tmp_path / "small")
-    said = run_python(LOAD.format(root=str(tmp_path / "small"))).stdout
+    bare = shutil.copytree(tmp_path / "small", tmp_path / "bare")
+    checkpoints.edit_json(bare / "config.json", lambda config: config.pop("transformers_weights"))
+    said, quoted = run_python("".join(LOAD.format(root=str(root)) for root in (tmp_path / "small", bare))).stdout.split(
+        "\nRuntimeError "
+    )
     assert "pip install finegrained-kernels, import finegrained_kernels.integrations.transformers" in said
+    quote = "You set `ignore_mismatched_sizes` to `False`"
+    assert quote in quoted and quote in (ROOT / "docs" / "transformers.md").read_text()
     kept = json.loads((source / "config.json").read_text()) | {"transformers_weights": "mine.safetensors"}
     checkpoints.write_json(source / "config.json", kept)  # what somebody set for a reason stays
     compress(source, tmp_path / "other")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 
 import checkpoints
+import finegrained_kernels
 from damage import EXPERTS, FIXED, SHARD, WORDS, Change, cut, edit, layers, of_one_name, shard_of, tensor, text
 from finegrained_kernels.checkpoint import (
     CheckpointError,
@@ -21,9 +26,16 @@ from finegrained_kernels.checkpoint import (
     quantization,
     quantize,
     restore,
+    shards,
+    verify,
 )
+from finegrained_kernels.checkpoint.contents import ContentCheck
+from finegrained_kernels.checkpoint.headers import Header
 from finegrained_kernels.checkpoint.paths import check_inside
+from finegrained_kernels.checkpoint.plot import draw
 from finegrained_kernels.checkpoint.quantization_config import read_quantization
+from finegrained_kernels.checkpoint.stream import Fanout, opened
+from finegrained_kernels.cli import app
 
 pytestmark = pytest.mark.usefixtures("bundle")
 
@@ -270,3 +282,61 @@ def test_of_two_processes_that_quantize(tmp_path, monkeypatch):
     monkeypatch.setattr(quantization, "finishing", lambda *_, **__: nullcontext(False))
     with pytest.raises(CheckpointError, match="another process is writing to "):
         quantize(source, tmp_path / "out")
+
+
+def test_of_an_encoder_that_is_wrong(bundle, made, tmp_path, monkeypatch):
+    """What it wrote is decoded before anything is kept of it."""
+
+    def decompress(*arguments, **options):
+        decoded = bundle.decompress_nvfp4_csf_scales(*arguments, **options).view(torch.uint8)
+        decoded.view(-1)[0] ^= 1
+        return decoded
+
+    broken = SimpleNamespace(**vars(bundle) | {"decompress_nvfp4_csf_scales": decompress})
+    monkeypatch.setattr(finegrained_kernels, "load", lambda: broken)
+    with pytest.raises(CheckpointError, match="does not decode to the bytes it was encoded from"):
+        compress(made / "source", tmp_path / "out")
+    assert "does not decode to the source's bytes" in str(verify(made / "hf").faults)
+
+
+def test_of_bytes_that_do_not_make_the_source(made, monkeypatch):
+    """If nothing else is wrong."""
+    monkeypatch.setattr(ContentCheck, "prove", lambda *_: False)
+    (fault, *_) = verify(made / "hf").faults
+    assert fault.message.startswith("what is here does not make its source: SHA-256 ")
+
+
+def test_of_shards_that_do_not_read_back(made, tmp_path, monkeypatch):
+    weight = {"model.layers.0.mlp.up_proj.weight": torch.ones(32, 64)}
+    plain = checkpoints.write_checkpoint(tmp_path / "plain", weight, checkpoints.CONFIG)
+    for module, call in (
+        (quantization, lambda: quantize(plain, tmp_path / "nvfp4")),
+        (shards, lambda: compress(made / "source", tmp_path / "out")),
+    ):
+        monkeypatch.setattr(module, "read_header", lambda *_: Header(b"", None, {}))
+        with pytest.raises(CheckpointError, match="does not read back as written"):
+            call()
+
+
+def test_of_a_shard_that_is_cut_while_it_is_read(tmp_path):
+    (tmp_path / "shard").write_bytes(b"abc")
+    with (
+        opened(tmp_path / "shard", "shard") as fd,
+        Fanout([], Event(), lambda _: None) as stream,
+        pytest.raises(CheckpointError, match="shard: ends at byte 3, expected 8 or more"),
+    ):
+        stream.read(fd, 0, 8, "shard")
+
+
+def test_of_a_picture_without_matplotlib(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(CheckpointError, match="--plot needs matplotlib: pip install matplotlib"):
+        draw(inspect(made / "hf"), tmp_path / "picture.svg")
+
+
+def test_of_help():
+    """Every argument and every option says what it is."""
+    for name, command in typer.main.get_command(app).commands.items():
+        assert command.help, name
+        for parameter in command.params:
+            assert parameter.help, f"{name} {parameter.name}"
