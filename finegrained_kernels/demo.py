@@ -207,7 +207,7 @@ def run(console: Console, devices: Sequence[str], with_model: bool = True) -> bo
     csf = sum(result.csf_bytes for result in results[devices[0]])
     console.print(f"planes: {len(weights)}")
     console.print(f"dense scales: {dense:,} bytes")
-    console.print(f"CSF scales: {csf:,} bytes, {csf / dense:.1%}")
+    console.print(f"CSF scales: {csf:,} bytes, {csf / dense:.1%} of the dense ones")
     for device in devices:
         speed = decode_speed(bundle, largest[device])
         planes, num_rows, num_cols = speed.stack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -49,8 +49,8 @@ class Format(StrEnum):
     COMPRESSED_TENSORS = "compressed-tensors"
 
 
-_MOST_FAULTS = 20
-"""How many faults are printed: of those after the first ones, their number is usually all that anybody needs."""
+_MOST_LINES = 20
+"""How many lines of one kind are printed: of the rest, their number is usually all that anybody needs."""
 
 
 def register(app: typer.Typer) -> None:
@@ -113,12 +113,13 @@ def compress(
     typer.echo(f"{count_text(report.compressed, 'scale')}: {size_text(before)} -> {size_text(after)}{share}")
     whole = _shard_bytes(source)
     typer.echo(f"the checkpoint: {size_text(whole)} -> {size_text(_shard_bytes(destination))}")
-    for name, why in report.left_dense.items():
-        typer.echo(f"left dense: {printable(name)}: {why}")
-    for other in checkpoints.inspect(source).others:
+    _print_first("left dense", [f"{printable(name)}: {why}" for name, why in report.left_dense.items()], "scale")
+    found = checkpoints.inspect(source)
+    for other in found.others:
         typer.echo(
             f"left as they are: {count_text(other.weights, 'weight')} of {other.kind}, {printable(other.format)}"
         )
+    _print_first("fault of the source", found.faults, "fault")
 
 
 def verify(
@@ -131,10 +132,7 @@ def verify(
     with progress("verify", bytes_to_check(checkpoint)) as advance:
         report = checkpoints.verify(checkpoint, against=against, jobs=jobs, device=device, progress=advance)
     faults = sorted(report.faults, key=lambda fault: (fault.file, fault.tensor or "", fault.message))
-    for fault in faults[:_MOST_FAULTS]:
-        typer.echo(f"fault: {fault}")
-    if len(faults) > _MOST_FAULTS:
-        typer.echo(f"and {count_text(len(faults) - _MOST_FAULTS, 'more fault')}")
+    _print_first("fault", faults, "fault")
     counted = [count_text(report.shards, "shard"), count_text(report.tensors, "tensor")]
     counts = ", ".join([*counted, count_text(report.planes, "compressed scale")])
     digests = "digests match" if report.has_digests else "no digests to compare with"
@@ -215,6 +213,13 @@ def push(
     typer.echo(checkpoints.push(checkpoint, repo_id, revision=revision, private=private))
 
 
+def _print_first(title: str, lines: Sequence[object], what: str) -> None:
+    for line in lines[:_MOST_LINES]:
+        typer.echo(f"{title}: {line}")
+    if len(lines) > _MOST_LINES:
+        typer.echo(f"and {count_text(len(lines) - _MOST_LINES, f'more {what}')}")
+
+
 def _shard_bytes(root: Path) -> int:
     return sum(path.stat().st_size for path in root.rglob("*.safetensors"))
 
@@ -242,5 +247,7 @@ def _print_report(report: InspectReport, layers: bool) -> None:
         console.print(f"tensor-parallel sizes that work: {', '.join(map(str, report.tp_sizes)) or 'none'}")
     fits = ", ".join(f"{counts['stored']} x {gib} GiB" for gib, counts in report.fits.items())
     console.print(f"GPUs that hold it, with {USABLE:.0%} of their memory: {fits}")
-    for fault in report.faults:
+    for fault in report.faults[:_MOST_LINES]:
         console.print(f"fault: {fault}", style="red")
+    if len(report.faults) > _MOST_LINES:
+        console.print(f"and {count_text(len(report.faults) - _MOST_LINES, 'more fault')}", style="red")

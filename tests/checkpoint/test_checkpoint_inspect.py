@@ -299,6 +299,20 @@ def test_what_is_left_as_it_is_is_said(tmp_path):
     assert "left as they are: 1 weight of attention, FP8" in run("compress", root, tmp_path / "D")
 
 
+def test_what_nothing_reads_is_said(tmp_path):
+    """A weight that is packed in int32 cost its scale the compression, and nobody heard of it."""
+    tensors = checkpoints.random_moe(layers=1, experts=8)
+    for expert in range(8):
+        for projection in checkpoints.PROJECTIONS:
+            name = f"model.layers.0.mlp.experts.{expert}.{projection}.weight"
+            tensors[name] = tensors[name].view(torch.int32)
+    root = checkpoints.write_checkpoint(tmp_path / "S", tensors, checkpoints.MODELOPT_CONFIG)
+    for said in (run("compress", root, tmp_path / "D"), run("inspect", root)):
+        said = " ".join(said.split())
+        assert said.count("I32 [64, 8]: quantized to a format that nothing here reads") == 20
+        assert said.endswith("and 4 more faults")
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png", "nonsense"])
 def test_a_picture(source, tmp_path, suffix):
     pytest.importorskip("matplotlib", reason="needs matplotlib, which `make test` installs")
