@@ -2,7 +2,8 @@
 
 `python scripts/compile_kernels.py [--csv FILE]` prints registers, shared memory and spills a kernel and architecture.
 It fails if one spills or takes more shared memory than there is, if a codec kernel names an FP8 type (scale bytes are
-opaque), or if the W4A4 kernel for block-scaled tensor cores multiplies in any other way.
+opaque), if one needs FP8 hardware that its GPU lacks, or if the W4A4 kernel for block-scaled tensor cores multiplies in
+any other way, or does not take its scales to them through tensor memory where there is one.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from finegrained_kernels import load
 from gemm_cases import EVERYWHERE, Case, gemm_cases
 
-TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)} | {
-    "gfx942": GPUTarget("hip", "gfx942", 64)
+TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 100, 103, 120, 121)} | {
+    arch: GPUTarget("hip", arch, 64) for arch in ("gfx942", "gfx950")
 }
 SHAPES = {"640x160": (640, 160), "2560x40": (2560, 40), "48x10": (48, 10)}
-SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
-                "gfx942": 64 << 10}  # fmt: skip
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10,
+                "sm_100": 227 << 10, "sm_103": 227 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10,
+                "gfx942": 64 << 10, "gfx950": 160 << 10}  # fmt: skip
 UNASKED_BYTES = 48 << 10
 """What every program of an NVIDIA GPU may take. Triton asks for more where it allocates more by itself."""
 PRODUCT = r"(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+"
@@ -155,10 +157,15 @@ def faults_of(case: Case, arch: str, kernel: Any, shared: int, spilled: int) -> 
         r"f8E|e4m3|e5m2", kernel.asm["ttir"]
     ):
         faults.append(f"{case.name} names an FP8 type")
+    if arch in ("sm_80", "sm_86") and (found := re.search(r"e4m3\w*|e5m2\w*", kernel.asm["ptx"])):
+        faults.append(f"{case.name} needs FP8 hardware on {arch}, which has none: {found[0]}")
     if case.kernel.__name__ == "scaled_gemm_kernel":
         products = set(re.findall(PRODUCT, kernel.asm["ptx"]))
         if not products or not all("kind::mxf4nvf4.block_scale" in product for product in products):
             faults.append(f"{case.name} multiplies by {products} on {arch}, not by block-scaled NVFP4")
+        to_tensor_memory = re.findall(r"tcgen05\.(?:st|cp)\.\S+", kernel.asm["ptx"])
+        if arch in ("sm_100", "sm_103") and not to_tensor_memory:
+            faults.append(f"{case.name} takes no scales to tensor memory on {arch}")
     return faults
 
 

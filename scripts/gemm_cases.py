@@ -22,9 +22,12 @@ POINTERS = {
     torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
-BLACKWELL = ("sm_100", "sm_120")
-TENSOR_CORES = ("sm_89", "sm_90", *BLACKWELL)
+BLACKWELL = ("sm_100", "sm_103", "sm_120", "sm_121")
+TENSOR_CORES = ("sm_89", "sm_90", "sm_100", "sm_120")
 EVERYWHERE = ("sm_80", *TENSOR_CORES, "gfx942")
+IN_TRITON = {"portable": ("sm_80", "sm_86", "sm_89", "sm_90", "gfx942", "gfx950"), "scaled": BLACKWELL}
+"""What each kernel is compiled for: one GPU of every kind, and all for kernels that ran on none of a kind."""
+KERNELS = {"portable": "portable", "scaled": "sm100_scaled"}
 
 
 class Case(NamedTuple):
@@ -146,12 +149,8 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
         if case[1:] not in [other[1:] for other in cases]:
             cases.append(case)
 
-    def add_gemm(name: str, archs: tuple[str, ...], g, *, mma: bool = False, scaled: bool = False, config=None) -> None:
-        choices = {
-            "uses_tensor_core_kernel": lambda _: mma,
-            "uses_scaled_kernel": lambda _: scaled,
-            "choose_config": lambda *_: config,
-        }
+    def add_gemm(name: str, archs: tuple[str, ...], g, *, kernel: str = "portable", config=None) -> None:
+        choices = {"choose_kernel": lambda _: kernel, "choose_config": lambda *_: config}
         with unittest.mock.patch.multiple(dispatch, **choices):
             add(name, archs, lambda: dispatch.run_on_gpu(g))
 
@@ -186,15 +185,25 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
         if not isinstance(g.b_scales, torch.Tensor):
             name, config = f"fused {name}", plan.with_strip(config, g.depth, dispatch.result_bytes(g))
         tile = f"{'wgmma' if config.warpgroup else 'mma'} {config.block_n}x{config.block_k}x{config.block_t}"
-        add_gemm(f"{tile} {name}", archs, g, mma=True, config=config)
+        add_gemm(f"{tile} {name}", archs, g, kernel="mma", config=config)
+
+    def add_in_triton(kind: str, name: str, *shape, **options) -> None:
+        """On scales of either form, side by side."""
+        for compressed in (False, True):
+            g = gemm(*shape, compressed=compressed, **options)
+            add_gemm(f"{kind} {'fused ' if compressed else ''}{name}", IN_TRITON[kind], g, kernel=KERNELS[kind])
 
     w4a16 = {"activation_format": "bf16"}
     requantized = {"quantize_output": True, "output_global_scale": torch.ones(E)}
-    add_gemm(
-        "portable gated", ("sm_80", "gfx942"), gemm(640, 2560, 64, "grouped", gate=True, swiglu_limit=7.0, **w4a16)
-    )
-    add_gemm("portable w4a4 requantized", ("sm_80", "sm_90", "gfx942"), gemm(2560, 160, 8, "batched", **requantized))
-    add_mma("gated", TENSOR_CORES, gemm(640, 2560, 8, "grouped", gate=True, **w4a16))
+    add_in_triton("portable", "gated", 640, 2560, 64, "grouped", gate=True, swiglu_limit=7.0, **w4a16)
+    add_in_triton("portable", "down", 2560, 640, 64, "grouped", torch.float16, **w4a16)
+    add_in_triton("portable", "batched", 2560, 160, 8, "batched", **requantized)
+    add_in_triton("portable", "gated long rows requantized", 2048, 7168, 64, "grouped", gate=True, **requantized)
+    add_in_triton("scaled", "gated requantized", 640, 2560, 8, "grouped", gate=True, **requantized)
+    add_in_triton("scaled", "batched", 2560, 160, 8, "batched", a_global_scale=torch.ones(E))
+    add_in_triton("scaled", "prefill gated", 640, 2560, 4096, "grouped", gate=True)
+    add_in_triton("scaled", "prefill down", 2560, 640, 4096, "grouped")
+    add_mma("gated", ("sm_89", "sm_90", *BLACKWELL), gemm(640, 2560, 8, "grouped", gate=True, **w4a16))
     add_mma("swizzled", TENSOR_CORES, gemm(2560, 640, 8, "batched", torch.float16, swizzled=True, **w4a16))
     add_mma("dense", ("sm_89", "sm_90"), gemm(4096, 4096, 16, "dense", **w4a16))
     add_mma("prefill requantized", ("sm_89", *BLACKWELL), gemm(640, 2560, 4096, "grouped", gate=True, **requantized))
@@ -207,7 +216,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
             g = gemm(cols, depth, tokens, "grouped", gate=gate, compressed=compressed, **w4a16)
             add_mma(f"{cols}x{depth}, {tokens} tokens", ("sm_90",), g, config)
     fused = {"compressed": True, **w4a16}
-    add_mma("gated", TENSOR_CORES, gemm(640, 2560, 8, "grouped", gate=True, **fused))
+    add_mma("gated", ("sm_89", "sm_90", *BLACKWELL), gemm(640, 2560, 8, "grouped", gate=True, **fused))
     add_mma("down", TENSOR_CORES, gemm(2560, 640, 8, "batched", torch.float16, **fused))
     add_mma("sliced", TENSOR_CORES, gemm(2048, 4096, 64, "grouped", gate=True, **fused))
     prefill = gemm(640, 2560, 4096, "grouped", gate=True, **fused, **requantized)
@@ -216,10 +225,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     add_mma("prefill down", ("sm_90",), gemm(2560, 640, 4096, "grouped", **fused), large)
     add_mma("prefill long rows", ("sm_90",), gemm(2048, 4096, 4096, "grouped", gate=True, **fused), large)
     g = gemm(640, 2560, 8, "grouped", gate=True, swizzled=True, **requantized)
-    add_gemm("scaled gated requantized", BLACKWELL, g, scaled=True)
-    g = gemm(2560, 160, 8, "batched", a_global_scale=torch.ones(E))
-    add_gemm("scaled batched", BLACKWELL, g, scaled=True)
-    add_gemm("scaled prefill gated", BLACKWELL, gemm(640, 2560, 4096, "grouped", gate=True), scaled=True)
+    add_gemm("scaled swizzled gated requantized", BLACKWELL, g, kernel="sm100_scaled")
     for name, g, config in split_cases(modules["split"], gemm):
         with unittest.mock.patch.object(dispatch, "choose_split", lambda *_, config=config: config):
             add(name, ("sm_90",), lambda g=g: dispatch.run_on_gpu(g))
@@ -230,8 +236,8 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     rows, codes = torch.empty(8, 2560, dtype=torch.bfloat16), torch.empty(8, 1280, dtype=torch.uint8)
     index, scales = torch.zeros(1, 8, dtype=torch.int64), torch.empty(8, 160, dtype=torch.uint8)
     add("permute_tokens", ("sm_90",), lambda: modules["kernels.sm90_wgmma"].permute_tokens(rows, 8))
-    add("quantize_rows", EVERYWHERE, lambda: quant.quantize_rows(rows, None))
-    add("quantized_operands", EVERYWHERE, lambda: quant.quantized_operands(rows, None, None))
-    add("expanded_operands", EVERYWHERE, lambda: quant.expanded_operands(codes, scales))
+    add("quantize_rows", (*EVERYWHERE, "sm_103", "sm_121"), lambda: quant.quantize_rows(rows, None))
+    add("quantized_operands", (*EVERYWHERE, "sm_86"), lambda: quant.quantized_operands(rows, None, None))
+    add("expanded_operands", (*EVERYWHERE, "sm_86"), lambda: quant.expanded_operands(codes, scales))
     add("weighted_reduce", EVERYWHERE, lambda: reduce.weighted_reduce_on_gpu(rows, index, torch.ones(1, 8), E))
     return cases

@@ -53,10 +53,18 @@ def geometry(plan, config, depth: int) -> tuple[int, int, int]:
 
 
 def test_rows_of_whole_words_are_read_compressed_until_they_are_too_long(plan):
-    read = [depth for depth in range(32, 20000, 32) if plan.reads_compressed(depth)]
-    assert all(depth % 128 == 0 for depth in read)
-    assert set(range(128, 12160 + 1, 128)) == set(read)
-    assert not plan.reads_compressed(16000)
+    read = [depth for depth in range(32, 20000, 32) if plan.reads_compressed(depth, has_warpgroups=True)]
+    assert read == list(range(128, 12160 + 1, 128))
+    read = [depth for depth in range(32, 30000, 32) if plan.reads_compressed(depth, has_warpgroups=False)]
+    assert read[:192] == list(range(128, 24576 + 1, 128)) and 28672 in read and all(depth % 128 == 0 for depth in read)
+
+
+def test_what_is_said_to_be_read_compressed_has_a_tile(configs, plan):
+    """On GPUs without warpgroup products, for every default tile."""
+    tiles = {configs.default_config(1280, depth, rows, 8, 132, False) for depth in (128, 256) for rows in (1, 100, 999)}
+    for depth, tile, result_bytes in itertools.product(range(128, 60000, 128), tiles, (1, 2, 4)):
+        if plan.reads_compressed(depth, has_warpgroups=False) and depth % tile.block_k == 0:
+            assert plan.strip_bytes(plan.with_strip(tile, depth, result_bytes), depth) <= UNASKED
 
 
 def test_a_tile_for_rows_that_no_strip_takes_is_refused(plan):
@@ -70,7 +78,7 @@ def test_every_tile_gets_its_shared_memory(plan, tiles):
     """Nothing is declared that may not be, all fits an SM, and what is beyond 48 KB is asked for: which Triton does if
     its own part is more than that, be it the ring alone, or with all that results take as they are rearranged."""
     for depth, config, result_bytes in itertools.product(DEPTHS, tiles, (1, 2, 4)):
-        if not plan.reads_compressed(depth):
+        if not plan.reads_compressed(depth, has_warpgroups=True):
             continue
         tile = plan.with_strip(config, depth, result_bytes)
         where = f"K {depth}, {result_bytes} bytes: {config} became {tile}"
@@ -140,7 +148,7 @@ def test_every_call_is_summed_in_one_order_and_occupies_the_device(configs, monk
 
 def test_tiles_are_changed_only_where_they_must_be(plan, tiles):
     for depth, config in itertools.product(DEPTHS, tiles):
-        if not plan.reads_compressed(depth):
+        if not plan.reads_compressed(depth, has_warpgroups=True):
             continue
         tile = plan.with_strip(config, depth)
         if tile.block_n < config.block_n:
@@ -163,7 +171,7 @@ def test_tiles_are_changed_only_where_they_must_be(plan, tiles):
 
 def test_strips_meet_the_rules_of_banks_and_vectors(plan, tiles):
     for depth, config in itertools.product(DEPTHS, tiles):
-        if not plan.reads_compressed(depth):
+        if not plan.reads_compressed(depth, has_warpgroups=True):
             continue
         tile = plan.with_strip(config, depth)
         groups, cols, stride = geometry(plan, tile, depth)
@@ -201,6 +209,8 @@ def test_dense_and_compressed_scales_are_summed_in_one_order(configs, plan, tile
             assert [(r, c.block_k, c.warpgroup) for r, c in entries] == [
                 (r, c.block_k, c.warpgroup) for r, c in dense
             ], (name, rows, depth, compressed)
-    for depth, config in itertools.product(filter(plan.reads_compressed, DEPTHS), tiles):
+    for depth, config in itertools.product(
+        (depth for depth in DEPTHS if plan.reads_compressed(depth, has_warpgroups=True)), tiles
+    ):
         tile = plan.with_strip(config, depth)
         assert (tile.block_k, tile.warpgroup) == (config.block_k, config.warpgroup), (depth, config)

@@ -13,14 +13,13 @@ from fused_scenarios import (
     ON_CPU,
     ON_GPU,
     TILES,
+    check_every_byte,
     check_scenario,
     describe,
     is_possible,
     one_configuration,
     reads_compressed,
 )
-from gemm_scenarios import poisoned_memory
-from numeric import make_coded_planes, oracle_weights
 
 
 def needs_hopper(tile: tuple | None) -> bool:
@@ -52,26 +51,6 @@ def test_scenario_on_gpu(bundle, choice):
         check_scenario(bundle, choice, "cuda")
     if torch.cuda.get_device_capability()[0] == 9:
         assert bool(decoded) != reads_compressed(depth)
-
-
-def check_every_byte(bundle, depth: int, percent: float, device: str) -> None:
-    """Weights are 1, and row c of the activations has one 1, in group c: a result is a scale."""
-    experts, rows, cols = 3, 272, depth // 16
-    stack = make_coded_planes((experts, rows, cols), percent, "any", depth)
-    scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry).to(device)
-    packed = torch.full((experts, rows, depth // 2), 0x22, dtype=torch.uint8)
-    group = torch.arange(cols)
-    x = torch.zeros(cols, depth, dtype=torch.bfloat16)
-    x[group, 16 * group + group % 16] = 1
-    start = torch.arange(experts + 1, dtype=torch.int32) * cols
-    with poisoned_memory():
-        out = bundle.matmul_grouped(
-            x.to(device), packed.to(device), None, scales, expert_start=start.to(device),
-            gather_idx=group.repeat(experts).to(device), activation_format="bf16",
-        )  # fmt: skip
-    expected = oracle_weights(packed, stack.planes)[..., ::16].transpose(1, 2).flatten(0, 1)
-    wrong = (out.cpu().double() != expected).nonzero()
-    assert not len(wrong), f"{len(wrong)} of {expected.numel()}, the first at (expert * C + column, row) {wrong[0]}"
 
 
 @pytest.mark.parametrize("percent", AXES["percent"])

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 
 INTERPRETED = """
-import importlib, sys
+import dataclasses, importlib, sys
 import numpy as np
 import torch
 import triton.language as tl
@@ -62,10 +62,22 @@ for gate, activation_format in ((True, "bf16"), (False, None)):
 """
 
 COMPRESSED = """
-import fused_scenarios as table
-chosen = [choice for choice in table.ON_CPU if choice["shape"][1] < 400 and choice["size"][1] < 10]
-for choice in chosen[::3]:
-    table.check_scenario(bundle, choice, "cpu")
+import fused_scenarios as fused
+
+def refuse(*_, **__):
+    raise AssertionError("compressed scales were decoded for a kernel that reads them")
+
+part("gemm.dispatch").decompress_nvfp4_csf_scales = refuse
+small = [choice for choice in fused.ON_CPU if choice["shape"][1] < 400 and choice["size"][1] < 10]
+for choice in small[::3]:
+    fused.check_scenario(bundle, choice, "cpu")
+
+config = part("gemm.config")
+config.PORTABLE = part("gemm.dispatch").PORTABLE = config.BlockConfig(64, 64, 16, max_cols=32)  # in several parts
+long = {"op": "grouped", "activation": "w4a16_bf16", "gate": "silu", "requant": False, "routing": "uniform",
+        "size": (2, 3), "shape": (80, 1184), "percent": 5, "kind": "any", "output": "float32"}
+fused.check_scenario(bundle, long, "cpu")
+fused.check_scenario(bundle, {**long, "percent": 100, "gate": "none", "shape": (16, 1184)}, "cpu")
 """
 
 SCALED = """
@@ -82,7 +94,7 @@ def create_dot_scaled(self, a, a_scales, a_format, b, b_scales, b_format, fast_m
 
 interpreter.InterpreterBuilder.create_dot_scaled = create_dot_scaled
 launch = part("gemm.dispatch")
-launch.uses_scaled_kernel = lambda gemm: not gemm.weight_only
+launch.choose_kernel = lambda gemm: "portable" if gemm.weight_only else "sm100_scaled"
 
 import gemm_scenarios as table
 reference = part("nvfp4.reference")
@@ -104,6 +116,21 @@ assert torch.equal(bundle.matmul_grouped(*problem.args, **problem.options), want
 
 import poisoned
 poisoned.check_unused_values(bundle, "cpu", True, None, True, 48, 160)
+"""
+
+SCALED_COMPRESSED = f"""
+{SCALED.partition("import gemm_scenarios")[0]}
+{COMPRESSED.partition("small = ")[0]}
+small = [c for c in fused.ON_CPU if c["activation"][:4] == "w4a4" and c["shape"][1] < 400 and c["size"][1] < 10]
+for choice in small[::3]:
+    fused.check_scenario(bundle, choice, "cpu")
+
+choose = launch.scaled_config
+launch.scaled_config = lambda *rows_and_gate: dataclasses.replace(choose(*rows_and_gate), max_cols=32)
+long = {{"op": "grouped", "activation": "w4a4_rowwise", "gate": "silu", "requant": False, "routing": "uniform",
+        "size": (2, 3), "shape": (80, 1184), "percent": 5, "kind": "any", "output": "float32"}}
+fused.check_scenario(bundle, long, "cpu")
+fused.check_scenario(bundle, {{**long, "percent": 100, "gate": "none", "shape": (16, 1184)}}, "cpu")
 """
 
 QUANTIZER = """
@@ -163,7 +190,9 @@ for global_scale in (2.0**-117, 1e-20, 0.011, 0.7, 3e5, 1e25):  # float32 next t
 
 
 @pytest.mark.parametrize(
-    "body", [QUANTIZER, SCENARIOS, COMPRESSED, SCALED], ids=["quantizer", "scenarios", "compressed", "block-scaled"]
+    "body",
+    [QUANTIZER, SCENARIOS, COMPRESSED, SCALED, SCALED_COMPRESSED],
+    ids=["quantizer", "scenarios", "compressed", "block-scaled", "block-scaled, compressed"],
 )
 def test_interpreted_kernels_match(bundle_dir, run_python, body):
     prelude = INTERPRETED.format(support=str(SUPPORT), variant=str(bundle_dir))

@@ -152,7 +152,11 @@ def machine(bundle, monkeypatch):
     monkeypatch.setattr(scratch, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(prefetch, "moe_forward", forward)
     monkeypatch.setattr(prefetch, "decode_scales", lambda layer, memory: machine.access(layer, write=True))
-    monkeypatch.setattr(prefetch, "uses_expanded_scales", lambda _, num_tokens, strategy=None: strategy != "fused")
+    monkeypatch.setattr(
+        prefetch,
+        "uses_expanded_scales",
+        lambda _, num_tokens, strategy=None, activation_format=None: strategy != "fused",
+    )
     machine.forward = forward
     return machine
 

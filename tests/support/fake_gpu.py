@@ -22,6 +22,8 @@ OUTPUTS = {
     "decode_kernel": ("out_ptr",),
     "nvfp4_gemm_kernel": ("epilogue.out", "epilogue.out_scales"),
     "nvfp4_wgmma_kernel": ("epilogue.out", "epilogue.out_scales"),
+    "portable_gemm_kernel": ("epilogue.out", "epilogue.out_scales"),
+    "scaled_gemm_kernel": ("epilogue.out", "epilogue.out_scales"),
     "permute_tokens_kernel": ("out_ptr",),
     "quantize_rows_kernel": ("packed_ptr", "scales_ptr", "operand_ptr"),
     "expand_rows_kernel": ("operand_ptr",),
@@ -78,7 +80,7 @@ class FakeGPU:
         dispatch, self.operands = bundle_module("gemm.dispatch"), bundle_module("gemm.kernels.operands")
         patch.setattr(bundle_module("plans"), "_is_planned", lambda tensor: True)
         patch.setattr(bundle_module("gemm.api"), "_run_on_device", dispatch.run_on_gpu)
-        patch.setattr(dispatch, "uses_tensor_core_kernel", lambda gemm: gemm.depth % 64 == 0)
+        patch.setattr(bundle_module("gemm.capability"), "is_nvidia", lambda device: True)
         patch.setattr(dispatch, "num_sms", lambda device: 132)
         patch.setattr(bundle_module("gemm.config"), "num_sms", lambda device: 132)
         patch.setattr(bundle_module("csf.decode"), "csf_decode", bundle_module("csf.decode_triton").launch_decode)

@@ -36,7 +36,7 @@ AXES = {
         (32, 3200),  # long rows that have no equal parts
         (16, 16000),  # and too long for shared memory
     ),
-    "percent": (0, 1, 5, 50, 100),
+    "percent": (0, 0.2, 1, 5, 50, 100),
     "kind": ("ordinary", "any", "nan"),
     "output": ("own", "float32"),  # which hides less
 }  # fmt: skip
@@ -204,6 +204,26 @@ def check_scenario(bundle, choice: dict, device: str) -> None:
         assert torch.equal(one, other), f"{(one != other).sum()} of {one.numel()} bytes differ from dense scales'"
 
 
+def check_every_byte(bundle, depth: int, percent: float, device: str) -> None:
+    """Weights are 1, and row c of the activations has one 1, in group c: a result is a scale."""
+    experts, rows, cols = 3, 272, depth // 16
+    stack = make_coded_planes((experts, rows, cols), percent, "any", depth)
+    scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry).to(device)
+    packed = torch.full((experts, rows, depth // 2), 0x22, dtype=torch.uint8)
+    group = torch.arange(cols)
+    x = torch.zeros(cols, depth, dtype=torch.bfloat16)
+    x[group, 16 * group + group % 16] = 1
+    start = torch.arange(experts + 1, dtype=torch.int32) * cols
+    with poisoned_memory():
+        out = bundle.matmul_grouped(
+            x.to(device), packed.to(device), None, scales, expert_start=start.to(device),
+            gather_idx=group.repeat(experts).to(device), activation_format="bf16",
+        )  # fmt: skip
+    expected = oracle_weights(packed, stack.planes)[..., ::16].transpose(1, 2).flatten(0, 1)
+    wrong = (out.cpu().double() != expected).nonzero()
+    assert not len(wrong), f"{len(wrong)} of {expected.numel()}, the first at (expert * C + column, row) {wrong[0]}"
+
+
 @contextlib.contextmanager
 def one_configuration(bundle, depth: int, tile: tuple | None) -> Iterator[list]:
     """Dense scales get the configuration that compressed ones get, `tile` or else the bundle's choice. Yields the
@@ -220,3 +240,14 @@ def one_configuration(bundle, depth: int, tile: tuple | None) -> Iterator[list]:
         patch.setattr(launch, "choose_config", lambda *args: fixed or choose(*args[:-1], reads_compressed(depth)))
         patch.setattr(launch, "decompress_nvfp4_csf_scales", noted)
         yield decoded
+
+
+@contextlib.contextmanager
+def on_portable_kernel(bundle) -> Iterator[None]:
+    """Every GEMM runs on the kernel in plain Triton, whatever the GPU."""
+    names = ("gemm.api", "gemm.config", "gemm.dispatch", "plans")
+    api, config, launch, plans = (importlib.import_module(f"{bundle.__name__}.{name}") for name in names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_run_on_device", lambda gemm: launch.run_on_gpu(gemm, config.PORTABLE))
+        patch.setattr(plans, "_plans", {})  # recorded calls of other kernels are not made again, nor these later
+        yield

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..device import num_sms
+from ..device import cdiv, num_sms
 from .kernels.operands import BlockTile
 from .smem_plan import Config, with_strip
+
+DECODED_COLS = 32
+"""Compressed scales are decoded in whole blocks of so many columns (kernels/tile_scales.py)."""
 
 
 @functools.lru_cache(maxsize=None)
@@ -85,12 +89,40 @@ def default_config(weight_rows: int, depth: int, num_rows: int, num_experts: int
     return Config(64, block_k, block_t, num_warps=4, num_stages=3, programs_per_sm=3)
 
 
-def scaled_tile(rows_per_expert: float) -> tuple[BlockTile, dict[str, int]]:
-    """Tile and launch options of the block-scaled kernel; not tuned, as it never ran on a GPU that has such products.
+@dataclass(frozen=True)
+class BlockConfig:
+    """Tile of a kernel in Triton: `rows` of weights, of each half where there is a gate, by `block_t` routed rows,
+    `block_k` deep a step. `programs_per_sm` are launched, and `max_cols` of compressed scales decoded at a time."""
+
+    rows: int
+    block_k: int
+    block_t: int
+    num_warps: int = 4
+    programs_per_sm: int = 8
+    max_cols: int = 256
+
+
+PORTABLE = BlockConfig(rows=64, block_k=64, block_t=16)
+
+
+def scaled_config(rows_per_expert: float, gate: bool) -> BlockConfig:
+    """Of the block-scaled kernel; not tuned, as it never ran on a GPU that has such products.
 
     128 weight rows and 16 routed rows or more: fewer, and Triton makes bf16 products of sm_100's.
     """
     block_t = 16
     while block_t < min(rows_per_expert, 64):
         block_t *= 2
-    return BlockTile(BLOCK_N=128, BLOCK_K=128, BLOCK_T=block_t), {"num_warps": 4}
+    return BlockConfig(rows=64 if gate else 128, block_k=128, block_t=block_t)
+
+
+def plan_blocks(config: BlockConfig, num_cols: int, depth: int, compressed: bool) -> BlockTile:
+    """`config` as kernels are compiled for it, for results of `num_cols` columns and rows of `depth` weights."""
+    cols = cdiv(depth, 16 * DECODED_COLS) * DECODED_COLS
+    return BlockTile(
+        HALF=config.rows,
+        BLOCK_K=config.block_k,
+        BLOCK_T=config.block_t,
+        N_TILES=cdiv(num_cols, config.rows),
+        COLS=min(cols, config.max_cols) if compressed else cols,
+    )

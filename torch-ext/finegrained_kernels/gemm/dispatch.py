@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Optional, cast
+from typing import Any, NamedTuple, Optional, cast
 
 import torch
 import triton.language as tl
@@ -17,23 +17,23 @@ from ..nvfp4.quantize_triton import expanded_operands, quantize_rows, quantized_
 from ..nvfp4.reference import GROUP
 from ..recording import forgo_plan
 from .ahead import is_plain, launch_ahead, unpacks_ahead
-from .capability import has_scaled_kernel, has_tensor_core_kernel
-from .config import choose_config, scaled_tile
-from .kernels.operands import BlockTile, Epilogue, Routing, Scales, Shape, Weight
+from .capability import BLOCK_SCALED, TENSOR_CORE, kernel_of, reads_compressed_on
+from .config import PORTABLE, BlockConfig, choose_config, plan_blocks, scaled_config
+from .kernels.operands import Epilogue, Routing, Scales, Shape, Weight
 from .kernels.portable import portable_gemm_kernel
 from .problem import Gemm, fault
-from .smem_plan import Config, comes_whole, plan_tile, reads_compressed
+from .smem_plan import Config, comes_whole, plan_tile
 from .split import SplitConfig, choose_split, plan_split
 
 ALIGNMENT = 16
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MMA_REGISTERS = 128
 """Registers of a thread of `nvfp4_split_kernel` without warpgroups: the assembler itself takes fewer, and spills."""
-PORTABLE_TILE = BlockTile(BLOCK_N=64, BLOCK_K=64, BLOCK_T=16)
 
 
-def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
-    """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. `config` overrides the table's."""
+def run_on_gpu(gemm: Gemm, config: Config | BlockConfig | None = None) -> list[torch.Tensor]:
+    """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. `config` overrides the table's; a
+    BlockConfig is one of the portable kernel, which runs everywhere."""
     check_memory(gemm)
     outputs = new_outputs(gemm)
     if not gemm.num_rows:
@@ -41,15 +41,16 @@ def run_on_gpu(gemm: Gemm, config: Config | None = None) -> list[torch.Tensor]:
     with on_device(gemm.a.device):
         if config is None and run_one_weight(gemm, outputs):
             return outputs
-        gemm = with_readable_scales(gemm)
-        if uses_scaled_kernel(gemm):
-            launch_scaled(gemm, outputs)
+        if isinstance(config, BlockConfig):
+            launch_portable(gemm, config, prepare_activations(gemm), outputs)
             return outputs
-        activations = prepare_activations(gemm)
-        if uses_tensor_core_kernel(gemm):
-            launch_mma(gemm, config, activations, outputs)
+        kernel, gemm = choose_kernel(gemm), with_readable_scales(gemm)
+        if kernel == TENSOR_CORE:
+            launch_mma(gemm, config, prepare_activations(gemm), outputs)
+        elif kernel == BLOCK_SCALED:
+            launch_scaled(gemm, outputs)
         else:
-            launch_portable(gemm, activations, outputs)
+            launch_portable(gemm, PORTABLE, prepare_activations(gemm), outputs)
     return outputs
 
 
@@ -81,13 +82,12 @@ def check_memory(gemm: Gemm) -> None:
 
 
 def with_readable_scales(gemm: Gemm) -> Gemm:
-    """`gemm`, its scales decoded into new memory if they are compressed and no kernel here reads them so: GPUs without
-    the tensor-core kernel, rows that are not whole words of codes, rows too long for shared memory."""
-    scales = gemm.b_scales
-    reads_them = uses_tensor_core_kernel(gemm) and not uses_scaled_kernel(gemm) and reads_compressed(gemm.depth)
-    if reads_them or not isinstance(scales, NVFP4CSFScales):
+    """`gemm`, its scales decoded into new memory if they are compressed and its kernel does not read them so."""
+    is_read = reads_compressed_on(gemm.a.device, gemm.depth, gemm.weight_only)
+    if is_read or not isinstance(gemm.b_scales, NVFP4CSFScales):
         return gemm
-    return dataclasses.replace(gemm, b_scales=decompress_nvfp4_csf_scales(scales, expert_start=gemm.expert_start))
+    scales = decompress_nvfp4_csf_scales(gemm.b_scales, expert_start=gemm.expert_start)
+    return dataclasses.replace(gemm, b_scales=scales)
 
 
 def aligned(a: torch.Tensor) -> torch.Tensor:
@@ -195,14 +195,8 @@ def is_per_expert(gemm: Gemm, x_global: torch.Tensor) -> bool:
     return gemm.a_scales is not None and x_global.ndim == 1
 
 
-def uses_tensor_core_kernel(gemm: Gemm) -> bool:
-    """Where rows of scale bytes are whole 32-bit words."""
-    return has_tensor_core_kernel(gemm.a.device) and gemm.depth % 64 == 0
-
-
-def uses_scaled_kernel(gemm: Gemm) -> bool:
-    """W4A4, where tensor cores multiply that."""
-    return not gemm.weight_only and has_scaled_kernel(gemm.a.device)
+def choose_kernel(gemm: Gemm) -> str:
+    return kernel_of(gemm.a.device, gemm.depth, gemm.weight_only)
 
 
 def tensor_core_weight(gemm: Gemm, has_strip: bool) -> Weight:
@@ -216,9 +210,13 @@ def tensor_core_weight(gemm: Gemm, has_strip: bool) -> Weight:
     return Weight(gemm.b.view(torch.int64), operands)
 
 
-def byte_weight(gemm: Gemm) -> Weight:
-    """For kernels that read no compressed scales: `with_readable_scales` has decoded those."""
-    return Weight(gemm.b.view(torch.uint8), Scales(cast(torch.Tensor, gemm.b_scales).view(torch.uint8)))
+def byte_weight(gemm: Gemm, scratch_bytes: int) -> Weight:
+    """For kernels in Triton: codes as bytes, and if scales are compressed, memory that they are decoded into."""
+    codes, scales = gemm.b.view(torch.uint8), gemm.b_scales
+    if not isinstance(scales, NVFP4CSFScales):
+        return Weight(codes, Scales(scales.view(torch.uint8)))
+    scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=gemm.a.device)
+    return Weight(codes, Scales(**scales.state_dict()), scratch)
 
 
 def launch_mma(
@@ -296,19 +294,31 @@ def launch_scaled(gemm: Gemm, outputs: list[torch.Tensor]) -> None:
     from .kernels.sm100_scaled import scaled_gemm_kernel
 
     activations = packed_activations(gemm)
-    tile, options = scaled_tile(gemm.num_rows / gemm.num_experts if gemm.expert_ids is None else 1)
-    grid = (max_row_tiles(gemm, tile.BLOCK_T), cdiv(gemm.b.shape[1], tile.BLOCK_N))
-    shape = kernel_shape(gemm, activations.global_scale)
-    bind(scaled_gemm_kernel, SHAPE=shape, TILE=tile, **options)(
-        grid, activations.values.view(torch.uint8), cast(torch.Tensor, activations.scales).view(torch.uint8),
-        byte_weight(gemm), *kernel_arguments(gemm, activations, outputs),
-    )  # fmt: skip
+    config = scaled_config(gemm.num_rows / gemm.num_experts if gemm.expert_ids is None else 1, gemm.gate)
+    x = activations.values.view(torch.uint8), cast(torch.Tensor, activations.scales).view(torch.uint8)
+    launch_blocks(scaled_gemm_kernel, gemm, config, x, activations, outputs)
 
 
-def launch_portable(gemm: Gemm, activations: PreparedActivations, outputs: list[torch.Tensor]) -> None:
-    tile = PORTABLE_TILE
-    grid = (max_row_tiles(gemm, tile.BLOCK_T), cdiv(gemm.num_cols, tile.BLOCK_N))
+def launch_portable(
+    gemm: Gemm, config: BlockConfig, activations: PreparedActivations, outputs: list[torch.Tensor]
+) -> None:
+    launch_blocks(portable_gemm_kernel, gemm, config, (activations.values,), activations, outputs)
+
+
+def launch_blocks(
+    kernel: Any,
+    gemm: Gemm,
+    config: BlockConfig,
+    x: tuple[torch.Tensor, ...],
+    activations: PreparedActivations,
+    outputs: list[torch.Tensor],
+) -> None:
+    """A kernel in Triton, on a persistent grid: programs have a scratch each, which is not to grow with the weights."""
+    tile = plan_blocks(config, gemm.num_cols, gemm.depth, isinstance(gemm.b_scales, NVFP4CSFScales))
+    tiles = max_row_tiles(gemm, tile.BLOCK_T) * tile.N_TILES
+    programs = min(tiles, num_sms(gemm.a.device) * config.programs_per_sm)
+    weight = byte_weight(gemm, programs * tile.COLS * tile.HALF * (2 if gemm.gate else 1))
     shape = kernel_shape(gemm, activations.global_scale)
-    bind(portable_gemm_kernel, SHAPE=shape, TILE=tile)(
-        grid, activations.values, byte_weight(gemm), *kernel_arguments(gemm, activations, outputs)
+    bind(kernel, SHAPE=shape, TILE=tile, num_warps=config.num_warps)(
+        (programs,), *x, weight, *kernel_arguments(gemm, activations, outputs)
     )

@@ -150,13 +150,16 @@ def shared_bytes(config: Config, depth: int, result_bytes: int) -> int:
     return config.num_stages * stage_bytes(config) + strip_bytes(config, depth) + results + RESERVED_BYTES
 
 
-def reads_compressed(depth: int) -> bool:
-    """Whether the kernels read compressed scales of rows of `depth` weights: whole words of codes, and the strip of a
-    narrow warpgroup tile fits, so that both forms always have tiles of one kind."""
-    return depth % 128 == 0 and strip_bytes(Config(64, 128, 64, 4, 4, 1, warpgroup=True), depth) <= MAX_STRIP_BYTES
+def reads_compressed(depth: int, has_warpgroups: bool) -> bool:
+    """Whether the tensor-core kernels of a GPU read compressed scales of rows of `depth` weights: whole words of codes,
+    and a narrow tile's strip fits. Where there are warpgroup tiles, which have no slices, it is one of theirs, so that
+    both forms of scales always have tiles of one kind."""
+    narrow = Config(64, 128, 64, 4, 4, 1, warpgroup=True)
+    if not has_warpgroups:
+        narrow = Config(32, 128 if depth % 256 else 256, 32, 2, 3, 1)  # the longer a step, the longer slices may be
+    return depth % 128 == 0 and strip_bytes(narrow, depth) <= MAX_STRIP_BYTES
 
 
-@functools.lru_cache(maxsize=4096)
 def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     """`config` with room for a tile's scales: narrower tiles if need be. It steps through K as `config` does.
 

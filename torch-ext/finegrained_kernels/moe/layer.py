@@ -42,7 +42,7 @@ BATCHED_MAX_ROWS = 32
 
 
 def choose_strategy(num_tokens: int, is_read_by_kernels: bool) -> str:
-    """The strategy of a call that names none: fused where the GEMMs of this device read compressed scales themselves.
+    """The strategy of a call that names none: fused where its GEMMs read compressed scales themselves.
 
     More tokens than were measured read every scale many times, and decoding it once is less work.
     """
@@ -57,24 +57,30 @@ def is_batched(num_rows: int) -> bool:
     return num_rows <= BATCHED_MAX_ROWS
 
 
-def uses_expanded_scales(experts: NVFP4Experts, num_tokens: int, strategy: str | None = None) -> bool:
-    """Would `moe_forward(experts, ..., strategy=strategy)` on `num_tokens` tokens read what `expand_scales` wrote?
+def uses_expanded_scales(
+    experts: NVFP4Experts, num_tokens: int, strategy: str | None = None, activation_format: str | None = None
+) -> bool:
+    """Would `moe_forward` with this `strategy` and `activation_format`, on `num_tokens` tokens, read what
+    `expand_scales` wrote?
 
     Raises:
         ValueError: a strategy that does not exist.
     """
-    staged = _strategy_of(experts, num_tokens, strategy) == "staged"
+    staged = _strategy_of(experts, num_tokens, strategy, activation_format) == "staged"
     return staged and num_tokens > 0 and experts.scratch is not None
 
 
-def _strategy_of(experts: NVFP4Experts, num_tokens: int, strategy: str | None) -> str | None:
+def _strategy_of(
+    experts: NVFP4Experts, num_tokens: int, strategy: str | None, activation_format: str | None
+) -> str | None:
     """How a call reads compressed scales; None where there are none."""
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"strategy must be None or one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
     compressed = experts._compressed()
     if not compressed:
         return None
-    is_read = all(reads_compressed_on(scales.device, scales.num_cols * GROUP) for scales in compressed)
+    weight_only = activation_format == "bf16"
+    is_read = all(reads_compressed_on(scales.device, scales.num_cols * GROUP, weight_only) for scales in compressed)
     return strategy or choose_strategy(num_tokens, is_read)
 
 
@@ -125,9 +131,9 @@ def moe_forward(
         top_k_weights: floating point `[M, top_k]`.
         activation_format: None for W4A4, "bf16" for W4A16.
         swiglu_alpha, swiglu_limit: as in `matmul_grouped`.
-        strategy: how compressed scales are read, "staged" or "fused"; None: fused up to 32,768 tokens, where kernels of
-            the device read them so. Dense scales have nothing to choose and ignore it, so that layers of both kinds
-            take the same call.
+        strategy: how compressed scales are read, "staged" or "fused"; None: fused up to 32,768 tokens, where the GPU's
+            kernels read them so (docs/kernels.md). Dense scales have nothing to choose and ignore it, so that layers of
+            both kinds take the same call.
         scales_expanded: the scratch holds these experts' scales already, from `expand_scales`; a staged call does not
             decode. Other calls ignore it: `uses_expanded_scales` tells which they are.
 
@@ -165,7 +171,7 @@ def _forward(
 ) -> torch.Tensor:
     _check_call(experts, hidden_states, top_k_index, top_k_weights, activation_format)
     num_tokens, top_k = top_k_index.shape
-    strategy = _strategy_of(experts, num_tokens, strategy)
+    strategy = _strategy_of(experts, num_tokens, strategy, activation_format)
     staged = strategy == "staged"
     if scales_expanded and staged and experts.scratch is None:
         raise ValueError("scales_expanded needs experts.scratch, got None")

@@ -50,15 +50,17 @@ class ScalePrefetcher:
                 for tensor in _side_stream_tensors(layer):
                     tensor.record_stream(self._side)
 
-    def prefetch(self, i_layer: int, num_tokens: int, strategy: str | None = None) -> bool:
-        """Start to expand layer `i_layer`'s scales for a call on `num_tokens` tokens.
+    def prefetch(
+        self, i_layer: int, num_tokens: int, strategy: str | None = None, activation_format: str | None = None
+    ) -> bool:
+        """Start to expand layer `i_layer`'s scales for a call on `num_tokens` tokens with these arguments.
 
         Returns:
             Whether they are, or will be, in the scratch. Not if that call would not read them there, if another layer's
             were prefetched into the scratch and not used yet, or, inside a graph capture, if another stream uses it.
         """
         experts, scratch = self._layer(i_layer)
-        if scratch is None or not uses_expanded_scales(experts, num_tokens, strategy):
+        if scratch is None or not uses_expanded_scales(experts, num_tokens, strategy, activation_format):
             return False
         with scratch.lock:
             stream = current_stream(scratch.device)

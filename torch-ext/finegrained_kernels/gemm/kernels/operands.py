@@ -16,7 +16,8 @@ class Scales(NamedTuple):
     """A weight's scales, in one of two forms.
 
     Dense, or swizzled: E4M3 bytes; for the tensor-core kernels in pairs (int16), or in words of 8 (int64) where a
-    tile's come whole. Compressed: the tensors of NVFP4CSFScales, codes in words of 8 (int32).
+    tile's come whole. Compressed: the tensors of NVFP4CSFScales, for the tensor-core kernels codes in words of 8
+    (int32).
     """
 
     dense: Any = None
@@ -31,6 +32,8 @@ class Weight(NamedTuple):
 
     codes: Any
     scales: Scales
+    scratch: Any = None
+    """uint8: for each program of a kernel in Triton, what it decodes a tile's compressed scales into."""
 
 
 class Routing(NamedTuple):
@@ -83,8 +86,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class BlockTile:
-    """Tile of the kernels in Triton: BLOCK_N weight rows by BLOCK_T routed rows, BLOCK_K deep a step."""
+    """Tile of the kernels in Triton: HALF weight rows, with a gate HALF of gate and HALF of up, by BLOCK_T routed rows,
+    BLOCK_K deep a step."""
 
-    BLOCK_N: int
+    HALF: int
     BLOCK_K: int
     BLOCK_T: int
+    N_TILES: int
+    """Tiles along the output's columns."""
+    COLS: int
+    """Scale columns that are decoded at a time, or, dense, all."""

@@ -9,51 +9,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...nvfp4.rounding import e2m1_from_value, e4m3_to_float, gated_product, scale_from_amax
-from ...swizzle_triton import swizzled_offset
+from ...nvfp4.rounding import e2m1_from_value, e2m1_to_float, e4m3_to_float, gated_product, scale_from_amax
+from ...swizzle_triton import col_tiles, swizzled_bytes, swizzled_offset
 from .schedule import Schedule, count_tiles, find_tile, source_rows, target_rows, with_weights
+from .tile_scales import decode_tile
 
 
 @triton.jit
-def program_tile(schedule, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """The tile of a program of the grid [row tiles, column tiles]."""
-    experts = tl.arange(0, SHAPE.BLOCK_E)
-    tile_ends, _ = count_tiles(experts, schedule.routing, schedule.num_rows, schedule.num_experts, TILE.BLOCK_T)
-    schedule = Schedule(
-        schedule.routing, tile_ends, schedule.num_rows, schedule.num_sources, num_experts=schedule.num_experts
-    )
-    return find_tile(schedule, tl.program_id(0), tl.program_id(1), experts, TILE.BLOCK_T)
-
-
-@triton.jit
-def scale_offsets(rows, cols, C: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Offset of a scale byte in its plane of C columns."""
+def scale_offsets(rows, cols, STRIDE: tl.constexpr, SWIZZLED: tl.constexpr):
+    """Offset of a scale byte, in rows of STRIDE bytes or in a swizzled plane of as many columns."""
     if SWIZZLED:
-        return swizzled_offset(rows, cols, (C + 3) // 4, UNIT=1)
+        return swizzled_offset(rows, cols, col_tiles(STRIDE), UNIT=1)
     else:
-        return rows * C + cols
+        return rows * STRIDE + cols
 
 
 @triton.jit
 def expert_weight(weight, tile, schedule, SHAPE: tl.constexpr):
-    """Pointers to the codes and the scale bytes of a tile's expert, or of another in place of none."""
+    """Pointers to the codes and the scale bytes, if those are dense, of a tile's expert, or of another in place of
+    none."""
     ROWS: tl.constexpr = 2 * SHAPE.N if SHAPE.GATE else SHAPE.N
-    PLANE: tl.constexpr = (ROWS + 127) // 128 * ((SHAPE.C + 3) // 4) * 512 if SHAPE.SWIZZLED else ROWS * SHAPE.C
+    PLANE: tl.constexpr = swizzled_bytes(ROWS, SHAPE.C) if SHAPE.SWIZZLED else ROWS * SHAPE.C
     expert = with_weights(tile, schedule).expert.to(tl.int64)
-    return weight.codes + expert * (ROWS * (SHAPE.K // 2)), weight.scales.dense + expert * PLANE
+    codes_ptr = weight.codes + expert * (ROWS * (SHAPE.K // 2))
+    if SHAPE.COMPRESSED:
+        return codes_ptr, codes_ptr
+    else:
+        return codes_ptr, weight.scales.dense + expert * PLANE
 
 
 @triton.jit
-def weight_tile(codes_ptr, scales_ptr, rows, k, ROWS: tl.constexpr, SHAPE: tl.constexpr, DTYPE: tl.constexpr):
-    """Scaled weights [rows, k] in DTYPE, exact; 0 past ROWS and K."""
-    mask = (rows < ROWS)[:, None] & (k < SHAPE.K)[None, :]
-    byte = tl.load(codes_ptr + rows[:, None] * (SHAPE.K // 2) + (k // 2)[None, :], mask=mask, other=0).to(tl.int32)
-    code = (byte >> (k % 2 * 4)[None, :]) & 15
-    offsets = scale_offsets(rows[:, None], (k // 16)[None, :], SHAPE.C, SHAPE.SWIZZLED)
+def weight_tile(
+    codes_ptr, scales_ptr, rows, scale_rows, k0,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STRIDE: tl.constexpr, SHAPE: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Scaled weights [rows, BLOCK_K] in DTYPE, exact; 0 past ROWS and K."""
+    BLOCK_N: tl.constexpr = rows.shape[0]
+    byte_col = k0 // 2 + tl.arange(0, BLOCK_K // 2)
+    mask = (rows < ROWS)[:, None] & (byte_col < SHAPE.K // 2)[None, :]
+    byte = tl.load(codes_ptr + rows[:, None] * (SHAPE.K // 2) + byte_col[None, :], mask=mask, other=0).to(tl.int32)
+    code = tl.join(byte & 15, byte >> 4).reshape(BLOCK_N, BLOCK_K // 16, 16)
+    col = k0 // 16 + tl.arange(0, BLOCK_K // 16)
+    mask = (rows < ROWS)[:, None] & (col < SHAPE.C)[None, :]
+    offsets = scale_offsets(scale_rows[:, None], col[None, :], STRIDE, SHAPE.SWIZZLED)
     scale = e4m3_to_float(tl.load(scales_ptr + offsets, mask=mask, other=0).to(tl.int32))
-    magnitude = code & 7
-    value = tl.where(magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2.0, magnitude * 2.0 - 8.0))
-    return (tl.where(code > 7, -value, value) * scale).to(DTYPE)
+    return (e2m1_to_float(code) * scale[:, :, None]).reshape(BLOCK_N, BLOCK_K).to(DTYPE)
 
 
 @triton.jit
@@ -109,28 +109,52 @@ def finish_tile(acc, acc_up, tile, schedule, epilogue, SHAPE: tl.constexpr):
         store_quantized(values.to(SHAPE.ROUNDED), epilogue, global_scale, rows, ok, n_tile=tile.n_tile, N=SHAPE.N)
 
 
+@triton.jit
+def multiply_tile(x_ptr, weight, tile, schedule, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Sums [BLOCK_T, BLOCK_N] of one tile, and of up, if there is a gate; zeros for a tile of no expert."""
+    BLOCK_N: tl.constexpr = TILE.HALF
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    BLOCK_T: tl.constexpr = TILE.BLOCK_T
+    N: tl.constexpr = SHAPE.N
+    STRIDE: tl.constexpr = TILE.COLS if SHAPE.COMPRESSED else SHAPE.C
+    UP: tl.constexpr = BLOCK_N if SHAPE.COMPRESSED else N
+    sources = source_rows(schedule, tile, tl.arange(0, BLOCK_T))
+    codes_ptr, scales_ptr = expert_weight(weight, tile, schedule, SHAPE)
+    rows = tile.n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    scale_rows = tl.arange(0, BLOCK_N) if SHAPE.COMPRESSED else rows
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    acc_up = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    depth = tl.where(tile.expert < schedule.num_experts, SHAPE.K, 0)
+    for first in range(0, depth, 16 * TILE.COLS):
+        if SHAPE.COMPRESSED:
+            scales_ptr = decode_tile(weight, tile, first // 16, HALF=BLOCK_N, COLS=TILE.COLS, SHAPE=SHAPE)
+        for k0 in range(first, tl.minimum(first + 16 * TILE.COLS, depth), BLOCK_K):
+            k = k0 + tl.arange(0, BLOCK_K)
+            x_mask = (sources >= 0)[:, None] & (k < SHAPE.K)[None, :]
+            x = tl.load(x_ptr + sources.to(tl.int64)[:, None] * SHAPE.K + k[None, :], mask=x_mask, other=0.0)
+            w = weight_tile(
+                codes_ptr, scales_ptr, rows, scale_rows, k0,
+                ROWS=N, BLOCK_K=BLOCK_K, STRIDE=STRIDE, SHAPE=SHAPE, DTYPE=x.dtype,
+            )  # fmt: skip
+            acc = tl.dot(x, w.trans(), acc)
+            if SHAPE.GATE:
+                w = weight_tile(
+                    codes_ptr, scales_ptr, N + rows, UP + scale_rows, k0,
+                    ROWS=2 * N, BLOCK_K=BLOCK_K, STRIDE=STRIDE, SHAPE=SHAPE, DTYPE=x.dtype,
+                )  # fmt: skip
+                acc_up = tl.dot(x, w.trans(), acc_up)
+    return acc, acc_up
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
 def portable_gemm_kernel(
     x_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):
-    """One tile a program. Groups of arguments, and SHAPE: operands.py; TILE: a BlockTile."""
-    schedule = Schedule(routing, 0, num_rows, num_sources, num_experts)
-    tile = program_tile(schedule, SHAPE, TILE)
-    sources = source_rows(schedule, tile, tl.arange(0, TILE.BLOCK_T))
-    depth = tl.where(tile.expert < num_experts, SHAPE.K, 0)
-    codes_ptr, scales_ptr = expert_weight(weight, tile, schedule, SHAPE)
-    cols = tile.n_tile * TILE.BLOCK_N + tl.arange(0, TILE.BLOCK_N)
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    BLOCK_T: tl.constexpr = TILE.BLOCK_T
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    acc_up = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for k0 in range(0, depth, TILE.BLOCK_K):
-        k = k0 + tl.arange(0, TILE.BLOCK_K)
-        x_mask = (sources >= 0)[:, None] & (k < SHAPE.K)[None, :]
-        x = tl.load(x_ptr + sources.to(tl.int64)[:, None] * SHAPE.K + k[None, :], mask=x_mask, other=0.0)
-        w = weight_tile(codes_ptr, scales_ptr, cols, k, ROWS=SHAPE.N, SHAPE=SHAPE, DTYPE=x.dtype)
-        acc = tl.dot(x, w.trans(), acc)
-        if SHAPE.GATE:
-            w = weight_tile(codes_ptr, scales_ptr, SHAPE.N + cols, k, ROWS=2 * SHAPE.N, SHAPE=SHAPE, DTYPE=x.dtype)
-            acc_up = tl.dot(x, w.trans(), acc_up)
-    finish_tile(acc, acc_up, tile, schedule, epilogue, SHAPE=SHAPE)
+    """Groups of arguments, and SHAPE: operands.py; TILE: a BlockTile. A persistent grid."""
+    experts = tl.arange(0, SHAPE.BLOCK_E)
+    tile_ends, row_tiles = count_tiles(experts, routing, num_rows, num_experts, TILE.BLOCK_T)
+    schedule = Schedule(routing, tile_ends, num_rows, num_sources, num_experts)
+    for index in range(tl.program_id(0), row_tiles * TILE.N_TILES, tl.num_programs(0)):
+        tile = find_tile(schedule, index // TILE.N_TILES, index % TILE.N_TILES, experts, TILE.BLOCK_T)
+        acc, acc_up = multiply_tile(x_ptr, weight, tile, schedule, SHAPE, TILE)
+        finish_tile(acc, acc_up, tile, schedule, epilogue, SHAPE=SHAPE)

@@ -11,20 +11,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .portable import expert_weight, finish_tile, program_tile, scale_offsets
-from .schedule import Schedule, source_rows
+from .portable import expert_weight, finish_tile, scale_offsets
+from .schedule import Schedule, count_tiles, find_tile, source_rows
+from .tile_scales import decode_tile
 
 
 @triton.jit
-def scaled_operand(codes_ptr, scales_ptr, rows, ok, k0, C: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLED: tl.constexpr):
-    """(codes [rows, BLOCK_K / 2], unsigned E4M3 scales [rows, BLOCK_K / 16]) from k0 on; 0 outside the tensor."""
+def scaled_operand(
+    codes_ptr, scales_ptr, rows, scale_rows, ok, k0,
+    C: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """(codes [rows, BLOCK_K / 2], unsigned E4M3 scales [rows, BLOCK_K / 16]) from k0 on; 0 outside the tensor.
+
+    `ok`: which rows there are. `scale_rows`: which rows of STRIDE bytes have their scales.
+    """
     ROWS: tl.constexpr = rows.shape[0]
     byte_cols = k0 // 2 + tl.arange(0, BLOCK_K // 2)
     mask = ok[:, None] & (byte_cols < 8 * C)[None, :]
     codes = tl.load(codes_ptr + rows.to(tl.int64)[:, None] * (8 * C) + byte_cols[None, :], mask=mask, other=0)
     scale_cols = k0 // 16 + tl.arange(0, BLOCK_K // 16)
     mask = ok[:, None] & (scale_cols < C)[None, :]
-    offsets = scale_offsets(rows.to(tl.int64)[:, None], scale_cols[None, :], C, SWIZZLED)
+    offsets = scale_offsets(scale_rows.to(tl.int64)[:, None], scale_cols[None, :], STRIDE, SWIZZLED)
     scales = tl.load(scales_ptr + offsets, mask=mask, other=0)
     flips = (scales >> 7) * 0x88
     codes = (codes.reshape(ROWS, BLOCK_K // 16, 8) ^ flips[:, :, None]).reshape(ROWS, BLOCK_K // 2)
@@ -32,13 +39,48 @@ def scaled_operand(codes_ptr, scales_ptr, rows, ok, k0, C: tl.constexpr, BLOCK_K
 
 
 @triton.jit
-def weight_rows(n_tile, N: tl.constexpr, BLOCK_N: tl.constexpr, GATE: tl.constexpr):
-    """(weight row, whether it exists) of a tile's rows."""
-    rows = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+def plane_rows(row, n_tile, N: tl.constexpr, HALF: tl.constexpr, GATE: tl.constexpr):
+    """(row of the plane, whether it exists) of a tile's rows; with a gate, gate rows alternate with their up rows."""
     if GATE:
-        return rows % 2 * N + rows // 2, rows < 2 * N
+        row = n_tile * (2 * HALF) + row
+        return row % 2 * N + row // 2, row < 2 * N
     else:
-        return rows, rows < N
+        row = n_tile * HALF + row
+        return row, row < N
+
+
+@triton.jit
+def multiply_scaled(x_ptr, x_scales_ptr, weight, tile, schedule, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Sums [BLOCK_N, BLOCK_T] of one tile; zeros for a tile of no expert."""
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    BLOCK_T: tl.constexpr = TILE.BLOCK_T
+    HALF: tl.constexpr = TILE.HALF
+    BLOCK_N: tl.constexpr = 2 * TILE.HALF if SHAPE.GATE else TILE.HALF
+    C: tl.constexpr = SHAPE.C
+    STRIDE: tl.constexpr = TILE.COLS if SHAPE.COMPRESSED else C
+    sources = source_rows(schedule, tile, tl.arange(0, BLOCK_T))
+    codes_ptr, scales_ptr = expert_weight(weight, tile, schedule, SHAPE)
+    row = tl.arange(0, BLOCK_N)
+    w_rows, w_ok = plane_rows(row, tile.n_tile, N=SHAPE.N, HALF=HALF, GATE=SHAPE.GATE)
+    scale_rows = w_rows
+    if SHAPE.COMPRESSED:
+        scale_rows, _ = plane_rows(row, 0, N=HALF, HALF=HALF, GATE=SHAPE.GATE)  # of a plane that has this tile alone
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    depth = tl.where(tile.expert < schedule.num_experts, SHAPE.K, 0)
+    for first in range(0, depth, 16 * TILE.COLS):
+        if SHAPE.COMPRESSED:
+            scales_ptr = decode_tile(weight, tile, first // 16, HALF=HALF, COLS=TILE.COLS, SHAPE=SHAPE)
+        for k0 in range(first, tl.minimum(first + 16 * TILE.COLS, depth), BLOCK_K):
+            x, x_scales = scaled_operand(
+                x_ptr, x_scales_ptr, sources, sources, sources >= 0,
+                k0=k0, C=C, STRIDE=C, BLOCK_K=BLOCK_K, SWIZZLED=False,
+            )  # fmt: skip
+            w, w_scales = scaled_operand(
+                codes_ptr, scales_ptr, w_rows, scale_rows, w_ok,
+                k0=k0, C=C, STRIDE=STRIDE, BLOCK_K=BLOCK_K, SWIZZLED=SHAPE.SWIZZLED,
+            )  # fmt: skip
+            acc = tl.dot_scaled(w, w_scales, "e2m1", x.trans(), x_scales, "e2m1", acc)
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sources", "num_experts"])
@@ -47,27 +89,13 @@ def scaled_gemm_kernel(
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """As `portable_gemm_kernel`, on packed activations and their scales."""
-    BLOCK_N: tl.constexpr = TILE.BLOCK_N
-    BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    BLOCK_T: tl.constexpr = TILE.BLOCK_T
-    C: tl.constexpr = SHAPE.C
-    schedule = Schedule(routing, 0, num_rows, num_sources, num_experts)
-    tile = program_tile(schedule, SHAPE, TILE)
-    sources = source_rows(schedule, tile, tl.arange(0, TILE.BLOCK_T))
-    depth = tl.where(tile.expert < num_experts, SHAPE.K, 0)
-    codes_ptr, scales_ptr = expert_weight(weight, tile, schedule, SHAPE)
-    w_rows, w_ok = weight_rows(tile.n_tile, SHAPE.N, TILE.BLOCK_N, SHAPE.GATE)
-    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for k0 in range(0, depth, BLOCK_K):
-        x, x_scales = scaled_operand(
-            x_ptr, x_scales_ptr, sources, sources >= 0, k0, C=C, BLOCK_K=BLOCK_K, SWIZZLED=False
-        )  # fmt: skip
-        w, w_scales = scaled_operand(
-            codes_ptr, scales_ptr, w_rows, w_ok, k0, C=C, BLOCK_K=BLOCK_K, SWIZZLED=SHAPE.SWIZZLED
-        )  # fmt: skip
-        acc = tl.dot_scaled(w, w_scales, "e2m1", x.trans(), x_scales, "e2m1", acc)
-    sums = acc.trans()
-    up = sums
-    if SHAPE.GATE:
-        sums, up = tl.split(sums.reshape(BLOCK_T, BLOCK_N // 2, 2))
-    finish_tile(sums, up, tile, schedule, epilogue, SHAPE=SHAPE)
+    experts = tl.arange(0, SHAPE.BLOCK_E)
+    tile_ends, row_tiles = count_tiles(experts, routing, num_rows, num_experts, TILE.BLOCK_T)
+    schedule = Schedule(routing, tile_ends, num_rows, num_sources, num_experts)
+    for index in range(tl.program_id(0), row_tiles * TILE.N_TILES, tl.num_programs(0)):
+        tile = find_tile(schedule, index // TILE.N_TILES, index % TILE.N_TILES, experts, TILE.BLOCK_T)
+        sums = multiply_scaled(x_ptr, x_scales_ptr, weight, tile, schedule, SHAPE, TILE).trans()
+        up = sums
+        if SHAPE.GATE:
+            sums, up = tl.split(sums.reshape(sums.shape[0], TILE.HALF, 2))
+        finish_tile(sums, up, tile, schedule, epilogue, SHAPE=SHAPE)
