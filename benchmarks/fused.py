@@ -11,10 +11,17 @@ staged   compressed scales of the active experts are decoded into one workspace,
 fused    the GEMM reads compressed scales: `active * rows * (K / 2 + 1 + K / 32)`, offsets and the experts' exceptions.
 
 With `_batched`, `matmul_batched`; its staged variant finds the active experts ready. Baseline: dense, of the same op.
+
+portable_dense, portable_fused    the same grouped GEMM on the kernel in plain Triton, which other GPUs run, though this
+         one may have better. Baseline: portable_dense.
+
+`--kernels chosen` or `--kernels portable` measures one of these halves, and keeps the rows that FILE has of the other.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +36,9 @@ TOKENS = {"w4a16": (1, 8, 64, 512, 4096), "w4a16_batched": (1, 8, 64)}
 TINY_TOKENS = {"w4a16": (1, 16), "w4a16_batched": (1,)}
 TINY_SHAPES = {name: (16, 32, 64, gate) for name, (_, _, _, gate) in CASES.items()}
 VARIANTS = ("dense", "staged", "fused")
+PORTABLE_VARIANTS = ("portable_dense", "portable_fused")
+PORTABLE_TOKENS = {"w4a16": (1, 8, 64, 512)}
+KERNELS = ("chosen", "portable")
 ROOF_LAUNCHES = ((4, 4), (8, 8))
 """Two sweeps of the four, as each variant has a roof of its own."""
 
@@ -67,9 +77,12 @@ class Comparison:
         dense_scales = len(experts) * weights.rows * weights.depth // 16
         fused = dense - dense_scales + compressed
         self.moved = {"dense": dense, "staged": fused + 2 * dense_scales, "fused": fused}
+        self.moved |= {"portable_dense": dense, "portable_fused": fused}
 
     def call(self, variant: str) -> Callable[[], torch.Tensor]:
         scales, weights, problem = self.weights.compressed, self.weights, self.problem
+        if variant in PORTABLE_VARIANTS:
+            return self.on_portable_kernel(problem.call(self.op, scales if variant == "portable_fused" else None).run)
         if variant == "fused":
             return problem.call(self.op, scales).run
         if variant == "dense":
@@ -84,12 +97,27 @@ class Comparison:
 
         return staged
 
-    def faults(self) -> list[str]:
-        """What is not to the bit what dense scales give; those are checked against float64."""
-        dense = self.problem.checked_call(self.op)()
+    def on_portable_kernel(self, call: functools.partial) -> Callable[[], torch.Tensor]:
+        """`call`, of a public GEMM, past the choice of a kernel. On a CPU, which has none, as it is."""
+        if not self.problem.x.is_cuda:
+            return call
+        names = ("problem", "config", "dispatch")
+        problem, config, dispatch = (importlib.import_module(f"{self.bundle.__name__}.gemm.{name}") for name in names)
+        gemm = problem.check_gemm(problem.Arguments(*call.args, **call.keywords))
+        return lambda: dispatch.run_on_gpu(gemm, config.PORTABLE)[0]
+
+    def faults(self, variants: tuple[str, ...]) -> list[str]:
+        """Which variants are not to the bit what the first one gives; that is checked against float64."""
+        self.problem.checked_call(self.op)
+        dense = self.call(variants[0])()
         self.weights.workspace.fill_(0x7F)
         found = []
-        for variant in VARIANTS[1:]:
+        if variants == PORTABLE_VARIANTS:  # other sums than those of the GEMM that was checked
+            want = self.call("dense")().double()
+            error = float((dense.double() - want).norm() / want.norm())
+            if not error < 1e-3:
+                found.append(f"{variants[0]}: relative error {error:.3g}")
+        for variant in variants[1:]:
             wrong = int((self.call(variant)().view(torch.int16) != dense.view(torch.int16)).sum())
             if wrong:
                 found.append(f"{variant}: {wrong} of {dense.numel()} results are not those of dense scales")
@@ -97,14 +125,17 @@ class Comparison:
 
 
 def bench_case(
-    bundle, results: harness.Results, case: str, shape: tuple, tokens: dict[str, tuple[int, ...]]
+    bundle, results: harness.Results, case: str, shape: tuple, tokens: dict[str, dict[str, tuple[int, ...]]]
 ) -> list[str]:
+    """`tokens`: by kernels and op."""
     weights, faults = BothScales(bundle, case, shape, pick_device()), []
-    for op, count in ((op, count) for op, counts in tokens.items() for count in counts):
+    runs = [(kernels, op, count) for kernels, ops in tokens.items() for op, counts in ops.items() for count in counts]
+    for kernels, op, count in runs:
+        variants = VARIANTS if kernels == "chosen" else PORTABLE_VARIANTS
         comparison = Comparison(bundle, case, weights, count, op)
-        faults += [f"{case}, {op}, {count} tokens, {fault}" for fault in comparison.faults()]
+        faults += [f"{case}, {op}, {count} tokens, {fault}" for fault in comparison.faults(variants)]
         suffix = op.removeprefix("w4a16")
-        calls = {variant: comparison.call(variant) for variant in VARIANTS}
+        calls = {variant: comparison.call(variant) for variant in variants}
         for condition, options in harness.conditions(comparison.moved["dense"]).items():
             timings, roofs = time_beside_roofs(
                 calls, comparison.moved, weights.memory, launches=ROOF_LAUNCHES, **options
@@ -112,7 +143,7 @@ def bench_case(
             for variant, timing in timings.items():
                 results.add(
                     case, variant + suffix, condition, timing, moved=comparison.moved[variant], roof_us=roofs[variant],
-                    tokens=count, baseline="dense" + suffix, baseline_us=timings["dense"].p50,
+                    tokens=count, baseline=variants[0] + suffix, baseline_us=timings[variants[0]].p50,
                 )  # fmt: skip
     return faults
 
@@ -121,6 +152,8 @@ def summarize(rows: list[dict]) -> None:
     """us, the ratio of fused to dense, and how much less than staged it takes, then for a layer's two GEMMs."""
     found = {}
     for row in rows:
+        if row["variant"] in PORTABLE_VARIANTS:
+            continue
         variant, _, batched = row["variant"].partition("_")
         found.setdefault((row["case"], batched or "grouped", row["tokens"], row["condition"]), {})[variant] = row
     layers = {}
@@ -134,6 +167,12 @@ def summarize(rows: list[dict]) -> None:
     for key, times in layers.items():
         if len(times) == 2:
             print(describe((f"{key[0]} layer", *key[1:]), [sum(pair) for pair in zip(*times, strict=True)]))
+    for row in rows:
+        if row["variant"] == "portable_fused":
+            key = row["case"], "portable", row["tokens"], row["condition"]
+            print(
+                f"{' '.join(map(str, key)):36} fused {float(row['us_p50']) / float(row['baseline_us']):5.3f} of dense"
+            )
 
 
 def describe(key: tuple, times: list[float]) -> str:
@@ -144,13 +183,19 @@ def describe(key: tuple, times: list[float]) -> str:
     )
 
 
-def compile_jobs(directory: Path | None, cases: list[str], tokens: dict[str, tuple[int, ...]]) -> list[tuple]:
+def compile_jobs(
+    directory: Path | None, cases: list[str], tokens: dict[str, dict[str, tuple[int, ...]]]
+) -> list[tuple]:
     """Arguments of `launch_once`, different kernels side by side."""
-    counts = sorted({count for counts in tokens.values() for count in counts})
-    return [
+    jobs = []
+    if "portable" in tokens:  # one kernel for all numbers of tokens
+        jobs += [(directory, case, 1, "w4a16", variant) for case in cases for variant in PORTABLE_VARIANTS]
+    by_op = tokens.get("chosen", {})
+    counts = sorted({count for counts in by_op.values() for count in counts})
+    return jobs + [
         (directory, case, count, op, variant)
-        for count, variant, case, op in itertools.product(counts, ("fused", "dense", "staged"), cases, tokens)
-        if count in tokens[op] and (variant, op) != ("staged", "w4a16_batched")
+        for count, variant, case, op in itertools.product(counts, ("fused", "dense", "staged"), cases, by_op)
+        if count in by_op[op] and (variant, op) != ("staged", "w4a16_batched")
     ]
 
 
@@ -169,11 +214,19 @@ def main() -> None:
     parser = command_line(__doc__, RESULTS / "fused.csv")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--tokens", nargs="+", type=int, help="of these numbers of tokens only")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="measure these alone")
     arguments = parse(parser)
-    shapes, tokens = (TINY_SHAPES, TINY_TOKENS) if arguments.tiny else (CASES, TOKENS)
-    if arguments.tokens:
-        tokens = {op: tuple(count for count in counts if count in arguments.tokens) for op, counts in tokens.items()}
-    results = harness.Results(arguments.out, arguments.commit)
+    shapes = TINY_SHAPES if arguments.tiny else CASES
+    tokens = {"chosen": TINY_TOKENS if arguments.tiny else TOKENS}
+    tokens["portable"] = {"w4a16": TINY_TOKENS["w4a16"]} if arguments.tiny else PORTABLE_TOKENS
+    tokens = {
+        kernels: {
+            op: tuple(count for count in counts if arguments.tokens is None or count in arguments.tokens)
+            for op, counts in tokens[kernels].items()
+        }
+        for kernels in arguments.kernels
+    }
+    results = harness.Results(arguments.out, arguments.commit, merge=len(arguments.kernels) < len(KERNELS))
     if not arguments.tiny:
         harness.compile_ahead(launch_once, compile_jobs(arguments.bundle, arguments.only, tokens))
     bundle, faults = get_bundle(arguments.bundle), []

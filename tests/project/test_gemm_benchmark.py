@@ -23,6 +23,7 @@ EXPECTED = {
     },
     "fused": {
         *product(CASES, ("dense", "staged", "fused"), ("1", "16"), ("warm", "cold")),
+        *product(CASES, ("portable_dense", "portable_fused"), ("1", "16"), ("warm", "cold")),
         *product(CASES, ("dense_batched", "staged_batched", "fused_batched"), ("1",), ("warm", "cold")),
     },
 }
