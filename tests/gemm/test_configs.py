@@ -214,3 +214,14 @@ def test_dense_and_compressed_scales_are_summed_in_one_order(configs, plan, tile
     ):
         tile = plan.with_strip(config, depth)
         assert (tile.block_k, tile.warpgroup) == (config.block_k, config.warpgroup), (depth, config)
+
+
+def test_kernels_in_triton_decode_equal_parts_of_a_row(configs):
+    """Whole blocks of columns, no more at a time than is asked for; and of dense scales all."""
+    for depth in range(32, 40000, 32):
+        for config in (configs.PORTABLE, configs.scaled_config(1, True), configs.BlockConfig(64, 64, 16, max_cols=32)):
+            tile = configs.plan_blocks(config, 640, depth, compressed=True)
+            cols, parts = depth // 16, -(-depth // (16 * tile.COLS))
+            assert tile.COLS % 32 == 0 and 16 * tile.COLS % config.block_k == 0 and config.max_cols >= tile.COLS
+            assert tile.COLS * parts - cols < 32 * (parts + 1), (depth, config)
+            assert cols <= configs.plan_blocks(config, 640, depth, compressed=False).COLS

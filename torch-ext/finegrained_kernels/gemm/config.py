@@ -92,14 +92,15 @@ def default_config(weight_rows: int, depth: int, num_rows: int, num_experts: int
 @dataclass(frozen=True)
 class BlockConfig:
     """Tile of a kernel in Triton: `rows` of weights, of each half where there is a gate, by `block_t` routed rows,
-    `block_k` deep a step. `programs_per_sm` are launched, and `max_cols` of compressed scales decoded at a time."""
+    `block_k` deep a step. At most `programs_per_sm` are launched; each decodes up to `max_cols` columns of compressed
+    scales at a time."""
 
     rows: int
     block_k: int
     block_t: int
     num_warps: int = 4
     programs_per_sm: int = 8
-    max_cols: int = 256
+    max_cols: int = 160
 
 
 PORTABLE = BlockConfig(rows=64, block_k=64, block_t=16)
@@ -118,11 +119,12 @@ def scaled_config(rows_per_expert: float, gate: bool) -> BlockConfig:
 
 def plan_blocks(config: BlockConfig, num_cols: int, depth: int, compressed: bool) -> BlockTile:
     """`config` as kernels are compiled for it, for results of `num_cols` columns and rows of `depth` weights."""
-    cols = cdiv(depth, 16 * DECODED_COLS) * DECODED_COLS
+    blocks = cdiv(depth, 16 * DECODED_COLS)
+    parts = cdiv(blocks * DECODED_COLS, config.max_cols) if compressed else 1
     return BlockTile(
         HALF=config.rows,
         BLOCK_K=config.block_k,
         BLOCK_T=config.block_t,
         N_TILES=cdiv(num_cols, config.rows),
-        COLS=min(cols, config.max_cols) if compressed else cols,
+        COLS=cdiv(blocks, parts) * DECODED_COLS,
     )
