@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     import torch
 
 _WEIGHT = ".weight"
+_ROWS, _COLS = 16, 32
+"""What rows and columns of a weight are multiples of where it can be run; others are quantized only if asked for."""
+
 _LEFT_OUT = ("embeddings", "lm_head", "routers", "vision")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -83,7 +86,8 @@ def quantize(
         source: directory with a BF16, F16 or F32 checkpoint; only read. Experts have a tensor each.
         destination: a new or empty directory, or one that an earlier run began.
         include, exclude: shell patterns for names of weights. Without ``include``, all of two dimensions but those of
-            embeddings, lm_head, routers and vision towers, as ModelOpt and llm-compressor do.
+            embeddings, lm_head, routers and vision towers, as ModelOpt and llm-compressor do, and linear layers that
+            the kernels cannot run: rows that are no multiple of 16, or columns that are none of 32.
         scales: "amax", so that the largest value of 16 is the largest code; or "mse", the one of least squared error
             among that scale's neighbours, which takes longer.
         input_scale: multiplier that is written beside every weight, for activations quantized alike ("NVFP4"); None
@@ -287,7 +291,7 @@ def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[st
         if is_stack(name, info.shape):
             message = f"{list(info.shape)}: experts in one stack are not quantized, only those of a tensor each"
             faults.append(Fault(shard, name, message))
-        elif not name.endswith(_WEIGHT) or len(info.shape) != 2:
+        elif not name.endswith(_WEIGHT) or len(info.shape) != 2 or not (include or _can_run(name, info)):
             continue
         elif info.dtype not in _DTYPES:
             faults.append(Fault(shard, name, f"expected one of {', '.join(_DTYPES)}, got {info.dtype}"))
@@ -304,3 +308,8 @@ def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[st
 def _is_meant(name: str) -> bool:
     """Whether a tensor is quantized where nothing else is asked for."""
     return layer_kind(name) not in _LEFT_OUT
+
+
+def _can_run(name: str, info: TensorInfo) -> bool:
+    """Whether a linear layer has a size that the kernels take. Experts are quantized together, or it is a fault."""
+    return layer_kind(name) == "experts" or not (info.shape[0] % _ROWS or info.shape[1] % _COLS)

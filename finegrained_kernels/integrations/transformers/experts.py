@@ -47,8 +47,21 @@ def run_other_experts(module: torch.nn.Module, *call: torch.Tensor) -> torch.Ten
     return grouped_mm_experts_forward(module, *call)
 
 
+class PackedModule(torch.nn.Module):
+    """A module with packed weights, which are filled after transformers has initialized what it did not load.
+
+    Initialization asks parameters, not modules, where a model's own code goes through its `named_parameters`; and it
+    puts new ones in their place.
+    """
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None and not param.is_floating_point():
+            vars(param)["_is_hf_initialized"] = True
+
+
 @use_experts_implementation(experts_interface=_Interface())
-class NVFP4ExpertsModule(torch.nn.Module):
+class NVFP4ExpertsModule(PackedModule):
     """Experts whose weights are packed NVFP4 and whose scales are compressed, or not.
 
     Attributes:

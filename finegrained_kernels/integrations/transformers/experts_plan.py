@@ -155,8 +155,9 @@ def _check_structure(module: torch.nn.Module, plan: ExpertsPlan) -> None:
     ]
     if getattr(module, "has_post_expert_norm", False):
         wrong.append("it has a norm after each expert")
-    if not isinstance(getattr(module, "act_fn", None), (torch.nn.SiLU, SiLUActivation)):
-        wrong.append(f"its activation is {type(getattr(module, 'act_fn', None)).__name__}, not SiLU")
+    activation = getattr(module, "act_fn", None)
+    if activation is not torch.nn.functional.silu and not isinstance(activation, (torch.nn.SiLU, SiLUActivation)):
+        wrong.append(f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU")
     if getattr(type(module), "_apply_gate", None) is not _default_apply_gate:
         wrong.append("it has a gate of its own")
     if plan.hidden_size % _UNIT or plan.intermediate_size % _UNIT:

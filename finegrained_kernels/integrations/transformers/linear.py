@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from finegrained_kernels.integrations.transformers.experts import local_part
+from finegrained_kernels.integrations.transformers.experts import PackedModule, local_part
 
 if TYPE_CHECKING:
     from finegrained_kernels.integrations.transformers.schedule import Schedule
 
 
-class StoredLinear(torch.nn.Module):
+class StoredLinear(PackedModule):
     """A linear layer whose weight stays in memory as the checkpoint stores it.
 
     Attributes:

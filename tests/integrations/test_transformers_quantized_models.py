@@ -1,0 +1,85 @@
+"""What `quantize` makes of whole models of many architectures loads, and runs as its tensors say."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
+
+import transformers
+from safetensors.torch import save_file
+
+from checkpoints import read_tensors
+from finegrained_kernels.checkpoint import compress, quantize
+from finegrained_kernels.integrations.transformers import nvfp4_experts, nvfp4_linears
+from moe_models import load
+from replicas import cosine, dequantized, small_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16}
+CONVOLUTIONS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "num_dense_layers": 1}
+ARCHITECTURES: dict[str, tuple[dict, int, int]] = {
+    "llama": ({}, 14, 0),
+    "phi3": ({}, 8, 0),  # q, k and v in one layer, gate and up in another
+    "gemma3_text": ({}, 14, 0),
+    "deepseek_v3": ({**ROUTED, **LATENT, "head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1}, 16, 1),
+    "lfm2_moe": ({**CONVOLUTIONS, "layer_types": ["conv", "full_attention"]}, 9, 1),
+    # Its in_proj, of 552 rows, is left alone; and its own code initializes weights of modules inside others.
+    "nemotron_h": ({**MAMBA, "num_hidden_layers": 3, "hybrid_override_pattern": "M*-"}, 7, 0),
+}
+"""Changes to the config, and how many linear layers and layers of experts are quantized."""
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_what_quantize_writes(bundle, tmp_path, architecture, format):
+    """All that it quantizes without being told, loaded from either form."""
+    changes, linears, experts = ARCHITECTURES[architecture]
+    source = write_bf16(tmp_path / "bf16", small_config(architecture, **changes))
+    quantize(source, tmp_path / "dense", format=format)
+    compress(tmp_path / "dense", tmp_path / "csf")
+    ids = (torch.arange(24) * 7 % 128).view(1, -1)
+    found = []
+    for form in ("dense", "csf"):
+        model = load(tmp_path / form)
+        assert (len(nvfp4_linears(model)), len(nvfp4_experts(model))) == (linears, experts)
+        found.append(model(ids).logits)
+    write_floats(source, tmp_path / "dense", tmp_path / "floats")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.float32)
+    assert torch.equal(*found) and cosine(found[0], reference(ids).logits) >= 0.9999
+
+
+def write_bf16(root: Path, config: transformers.PreTrainedConfig) -> Path:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            spread = 1.0 if "embed" in name else parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape) * spread)
+    model.save_pretrained(root)
+    return root
+
+
+def write_floats(source: Path, quantized: Path, root: Path) -> None:
+    """The model of ``source`` in float32, with what the tensors of ``quantized`` stand for."""
+    floats, tensors = read_tensors(source), read_tensors(quantized)
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        module = name.removesuffix(".weight_scale")
+        divides = f"{module}.weight_packed" in tensors
+        packed = tensors[f"{module}.weight_packed" if divides else f"{module}.weight"].numpy()
+        scale = float(tensors[f"{module}.weight_global_scale" if divides else f"{module}.weight_scale_2"])
+        codes = np.stack([packed % 16, packed // 16], -1).reshape(len(packed), -1)
+        value = dequantized(codes, tensors[name].view(torch.uint8).numpy(), 1 / scale if divides else scale)
+        floats[f"{module}.weight"] = torch.from_numpy(value)
+    root.mkdir()
+    save_file({name: tensor.float() for name, tensor in floats.items()}, root / "model.safetensors", {"format": "pt"})
+    shutil.copy(source / "config.json", root)
