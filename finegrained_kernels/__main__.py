@@ -19,11 +19,14 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from finegrained_kernels.cli import app
 
-    app(prog_name="finegrained-kernels")
+    try:
+        app(prog_name="finegrained-kernels")
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, but Python takes a while to end
 
 
 def _leave(*_: object) -> None:
-    """End at once, without a traceback: nothing has begun yet, or all is done. Commands handle Ctrl-C themselves."""
+    """End at once, without a traceback, as nothing has begun yet. Commands handle Ctrl-C themselves."""
     os.write(2, b"\ninterrupted\n" if os.isatty(2) else b"interrupted\n")
     os._exit(130)
 

@@ -43,12 +43,19 @@ def test_while_it_works(tmp_path, command, said):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", said)
 
 
-def test_a_background_job_ignores_it():
-    """As Python does in a process that starts with SIGINT ignored."""
-    program = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import os, sys; sys.argv[1:] = ['--version']\n"
-    )
-    program += "from finegrained_kernels.__main__ import main\nimport atexit\n"
-    program += "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\nmain()"
+AT_THE_END = """
+import atexit, os, signal, sys
+sys.argv[1:] = ["--version"]
+signal.signal(signal.SIGINT, signal.{handler})
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+from finegrained_kernels.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("handler", ["default_int_handler", "SIG_IGN"])
+def test_when_all_is_done(handler):
+    """While Python ends, which takes torch a while; in a job in the background, which ignores Ctrl-C, in any case."""
+    program = AT_THE_END.format(handler=handler)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stderr) == (0, "")
