@@ -41,6 +41,10 @@ KERNELS = "torch-ext/finegrained_kernels/gemm/kernels"
 CODEC = ("tests/codec/test_csf_codec.py",)
 INTERPRETED = ("tests/codec/test_csf_interpreted.py",)
 
+IN_TRITON = ("tests/gemm/test_nvfp4_compile.py::test_interpreted_kernels_match[compressed]",)
+BLOCK_SCALED = ("tests/gemm/test_nvfp4_compile.py::test_interpreted_kernels_match[block-scaled, compressed]",)
+CAPABILITY = ("tests/gemm/test_capability.py",)
+
 PLANS = "torch-ext/finegrained_kernels/plans.py"
 PLANNED = ("tests/bundle/test_plans.py",)
 
@@ -235,6 +239,83 @@ FAULTS = [
         "            stream_of(stream, self._device).wait_event(end)\n",
         "            pass\n",
         ("tests/moe/test_prefetcher.py", "-k", "free_of_races"),
+    ),
+    *(
+        Fault(f"{what} (kernels in Triton)", f"{KERNELS}/{path}", before, after, tests)
+        for what, path, before, after, tests in [
+            (
+                "codes of a byte swapped",
+                "tile_scales.py",
+                "(codes | (codes << 4)) & 0x0F0F",
+                "((codes >> 4) | (codes << 8)) & 0x0F0F",
+                IN_TRITON,
+            ),
+            (
+                "bases of gate for up",
+                "tile_scales.py",
+                "scales.bases + expert * (HALVES * N) + plane_row",
+                "scales.bases + expert * (HALVES * N) + plane_row % N",
+                IN_TRITON,
+            ),
+            (
+                "another expert's codes",
+                "tile_scales.py",
+                "(expert * (HALVES * N * (C // 2)) + first_col // 2)",
+                "first_col // 2",
+                IN_TRITON,
+            ),
+            (
+                "another expert's exceptions",
+                "tile_scales.py",
+                "scales.exception_offsets + expert * offset_tiles(PLANE)",
+                "scales.exception_offsets",
+                IN_TRITON,
+            ),
+            ("exceptions past the first block dropped", "tile_scales.py", "        place += STEP\n", "", IN_TRITON),
+            (
+                "exceptions of the rows above taken in",
+                "tile_scales.py",
+                "exists & (row >= 0) & (row < HALF)",
+                "exists & (row < HALF)",
+                BLOCK_SCALED,
+            ),
+            ("another part's columns", "tile_scales.py", "return out_ptr - first_col", "return out_ptr", BLOCK_SCALED),
+            (
+                "scales of gate for up",
+                "portable.py",
+                "UP: tl.constexpr = BLOCK_N if SHAPE.COMPRESSED else N",
+                "UP: tl.constexpr = 0 if SHAPE.COMPRESSED else N",
+                IN_TRITON,
+            ),
+            (
+                "decoded rows not alternating",
+                "sm100_scaled.py",
+                "plane_rows(row, 0, N=HALF, HALF=HALF, GATE=SHAPE.GATE)",
+                "plane_rows(row, 0, N=HALF, HALF=HALF, GATE=False)",
+                BLOCK_SCALED,
+            ),
+            (
+                "a negative scale flips the even codes alone",
+                "sm100_scaled.py",
+                "flips = (scales >> 7) * 0x88",
+                "flips = (scales >> 7) * 0x08",
+                BLOCK_SCALED,
+            ),
+            (
+                "no barrier before exceptions",
+                "tile_scales.py",
+                "SHAPE=SHAPE)\n    tl.debug_barrier()\n    for",
+                "SHAPE=SHAPE)\n    for",
+                ("tests/gemm/test_nvfp4_barriers.py", "-k", "portable or scaled"),
+            ),
+        ]
+    ),
+    Fault(
+        "W4A16 of sm_120 on the block-scaled kernel",
+        "torch-ext/finegrained_kernels/gemm/capability.py",
+        "if not weight_only and capability[0] in (10, 12):",
+        "if capability[0] in (10, 12):",
+        CAPABILITY,
     ),
     *(
         Fault(
