@@ -5,28 +5,32 @@
 [transformers].
 
 A Qwen3 of 8B shapes with random weights: "bf16", and with all linear layers but the head in NVFP4 (W4A16), scales as
-they are ("dense") or compressed ("fused"). One model after another, each alone on the GPU.
+they are ("dense") or compressed ("fused"). Calls are those of model_parts.py: prefill, and decoding for 1, 8 and 64
+sequences, by CUDA graph of the eager model ("graph") and by `torch.compile` with mode "reduce-overhead" ("compiled").
 
-prefill  one sequence, eager, logits of the last token.
-decode   one token for each of 1, 8 and 64 sequences after a context, static cache: by CUDA graph of the eager model
-         ("graph"), and by `torch.compile` with mode "reduce-overhead" ("compiled").
-
-Rows have three columns more: tokens a second, bytes that scales take, and all bytes allocated between calls.
+Each variant has processes of its own, one for what is compiled and one for all else, which make their calls side by
+side, as compiling takes a minute of one core; then they are timed in turns, one sample of one process at a time.
+`bytes` is the peak of the longest prefill; rows have three columns more: tokens a second, bytes that scales take, and
+all bytes that the process has allocated between calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-from collections.abc import Callable
-from pathlib import Path
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
 
 import harness
+import model_parts as parts
 import torch
-from model import COLUMNS, decode, make_planes, prefill, time_call
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finegrained_kernels.integrations.transformers import NVFP4Linear, nvfp4_linears
+from finegrained_kernels import load
+from finegrained_kernels.integrations.transformers import nvfp4_linears
 from finegrained_kernels.integrations.transformers.schedule import Schedule
 
 RATE = 0.006
@@ -37,8 +41,8 @@ SHAPE |= {"head_dim": 128, "vocab_size": 151936}
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"head_dim": 32, "vocab_size": 256}
 FULL = {"layers": 36, "samples": 12, "prefill": [2048, 8192], "decode": [1, 8, 64], "compiled": [1, 8, 64]}
-FULL["out"] = Path(__file__).parent / "results" / "dense_model.csv"
-FEW = {"layers": 2, "samples": 1, "prefill": [16], "decode": [1], "compiled": [], "out": None}
+FEW = {"layers": 2, "samples": 1, "prefill": [16], "decode": [1], "compiled": []}
+Call = Callable[[], torch.Tensor]
 
 
 def make_model(num_layers: int, shape: dict[str, int], variant: str, device: str) -> torch.nn.Module:
@@ -49,125 +53,126 @@ def make_model(num_layers: int, shape: dict[str, int], variant: str, device: str
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if variant != "bf16":
-        quantize_linears(model.model, Schedule("auto", prefetch=False), device, compressed=variant == "fused")
-    for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                value = torch.empty_like(parameter, device=device).normal_(0, 0.02)
-                value = value.fill_(1) if "norm" in name else value
-                module._parameters[own] = torch.nn.Parameter(value, requires_grad=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
-    return model.eval()
+        schedule = Schedule("auto", prefetch=False)
+        parts.quantize_linears(model.model, schedule, RATE, device, compressed=variant == "fused")
+    return parts.make_the_rest(model, device, norm=1)
 
 
-def quantize_linears(model: torch.nn.Module, schedule: Schedule, device: str, *, compressed: bool) -> None:
-    """Replace the linear layers of a model on the meta device by random NVFP4 ones."""
-    for name, module in list(model.named_modules()):
-        if type(module) is not torch.nn.Linear:
-            continue
-        linear = NVFP4Linear(module, schedule)
-        linear.activation_format = "bf16"
-        packed = torch.empty(linear.weight.shape, dtype=torch.uint8, device=device)
-        packed.view(torch.int64).random_()
-        linear.weight = torch.nn.Parameter(packed, requires_grad=False)
-        rows, cols = packed.shape[0], packed.shape[1] // 8
-        planes = make_planes((1, rows, cols), RATE, device)
-        if compressed:
-            wire = schedule.bundle.compress_nvfp4_csf_scales(planes)
-            planes = schedule.bundle.prepare_nvfp4_csf_scales(*wire, num_rows=rows, num_cols=cols)
-        linear.set_scales(planes)
-        linear.weight_global = torch.tensor([0.005], device=device)
-        linear.prepare()
-        model.set_submodule(name, linear)
-
-
-def graph_of(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """`step` as a CUDA graph; as it is on a CPU."""
-    if not torch.cuda.is_available():
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return logits
-
-    return replay
-
-
-def memory_of(model: torch.nn.Module) -> dict[str, int]:
-    """Bytes of scales, and of all between calls."""
-    gc.collect()
-    scales = sum(layer.scale_bytes for layer in nvfp4_linears(model))
-    if model.device.type == "cpu":
-        allocated = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    else:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        allocated = torch.cuda.memory_allocated()
-    return {"scale_bytes": scales, "allocated_bytes": allocated}
-
-
-def calls_of(model: torch.nn.Module, args: argparse.Namespace):
-    """Case, tokens, condition and call of all that is measured; each is made when the one before it is done with."""
+def calls_of(model: torch.nn.Module, args: argparse.Namespace, compiled: bool) -> Iterator[tuple[tuple, Call]]:
+    """(Case, tokens, condition) and call of all that a process measures."""
+    if compiled:
+        forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
+        for size in args.compiled:
+            yield (f"qwen3_8b_decode_{size}", size, "compiled"), parts.decode(model, size, forward)
+        return
     for size in args.prefill:
-        yield f"prefill_{size}", size, "eager", prefill(model, size)
+        yield (f"qwen3_8b_prefill_{size}", size, "eager"), parts.prefill(model, size)
+    condition = "graph" if torch.cuda.is_available() else "eager"
     for size in args.decode:
-        yield f"decode_{size}", size, "graph", graph_of(decode(model, size))
-    for size in args.compiled:
-        torch.compiler.reset()
-        yield f"decode_{size}", size, "compiled", decode(model, size, torch.compile(model, mode="reduce-overhead"))
+        yield (f"qwen3_8b_decode_{size}", size, condition), parts.captured(parts.decode(model, size))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--samples", type=int, help="of prefill; decode takes four times as many")
-    parser.add_argument("--prefill", type=int, nargs="*")
-    parser.add_argument("--decode", type=int, nargs="*")
-    parser.add_argument("--compiled", type=int, nargs="*", help="batches whose decoding is compiled")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="for the CSV, where git does not know it")
-    parser.add_argument("--tiny", action="store_true", help="needs --out: its rows are no results")
-    parser.set_defaults(**FULL)
-    if parser.parse_args().tiny:
-        parser.set_defaults(**FEW)
-    args = parser.parse_args()
-    if args.out is None:
-        parser.error("--tiny needs --out")
+def serve(
+    connection: Connection, are_kernels_ready: Any, variant: str, compiled: bool, args: argparse.Namespace
+) -> None:
+    """A process: makes the model and its calls, sends what they are, then takes a sample of each that is asked for."""
+    began = time.monotonic()
+    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    results = harness.Results(args.out, args.commit, columns=COLUMNS)
-    baseline: dict[tuple[str, str], float] = {}
-    for variant in VARIANTS:
-        torch.manual_seed(0)
-        model = make_model(args.layers, TINY if args.tiny else SHAPE, variant, device)
-        memory = memory_of(model)
-        for case, tokens, condition, call in calls_of(model, args):
-            samples = args.samples * (1 if condition == "eager" else 4)
-            for _ in range(3):  # reduce-overhead records at the second call, and replays from the third on
-                logits = call()
-            if not bool(logits.isfinite().all()):
-                raise SystemExit(f"{case}, {condition}, {variant}: logits are not finite")
-            clock = "graph" if condition == "compiled" else condition
-            timing = harness.quantiles([time_call(call, clock) for _ in range(samples)])
-            base = baseline.setdefault((case, condition), timing.p50)
+    model = make_model(args.layers, TINY if args.tiny else SHAPE, variant, device)
+    are_kernels_ready.wait()
+    memory = parts.memory_of(model, nvfp4_linears(model), max([1, *args.prefill]))
+    calls: dict[tuple, Call] = {}
+    for what, call in calls_of(model, args, compiled):
+        for _ in range(3):  # reduce-overhead records at the second call, and replays from the third on
+            logits = call()
+        if not bool(logits.isfinite().all()):
+            raise SystemExit(f"{what}, {variant}: logits are not finite")
+        calls[what] = call
+    print(f"{variant}, {'compiled' if compiled else 'eager'}: ready in {time.monotonic() - began:.0f} s", flush=True)
+    connection.send((memory, list(calls)))
+    while (what := connection.recv()) is not None:
+        connection.send(parts.time_calls(calls[what], what[2]))
+
+
+@dataclasses.dataclass
+class Server:
+    """A process of one variant, ready to time its calls."""
+
+    variant: str
+    connection: Connection
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    calls: list[tuple] = dataclasses.field(default_factory=list)
+
+    def time(self, what: tuple) -> float:
+        self.connection.send(what)
+        return self.connection.recv()
+
+
+def measure(servers: list[Server], samples: int, results: harness.Results) -> None:
+    """Each call of processes that have the same ones, in turns."""
+    for what in servers[0].calls:
+        case, tokens, condition = what
+        taken: dict[str, list[float]] = {server.variant: [] for server in servers}
+        for i in range(samples * (1 if condition == "eager" else 4) + 1):
+            for server in servers[i % len(servers) :] + servers[: i % len(servers)]:
+                taken[server.variant].append(server.time(what))
+        timings = {variant: harness.quantiles(times[1:]) for variant, times in taken.items()}
+        base = timings["bf16"].p50
+        for server in servers:
+            timing = timings[server.variant]
             results.append(
-                case, variant, timing, tokens=tokens, condition=condition, **memory, baseline="bf16",
+                case, server.variant, timing, tokens=tokens, condition=condition, **server.memory, baseline="bf16",
                 baseline_us=f"{base:.2f}", tokens_per_s=f"{tokens / timing.p50 * 1e6:.2f}",
             )  # fmt: skip
             print(
-                f"{case:14}{condition:10}{variant:8}{timing.p50 / 1000:10.3f} ms, {base / timing.p50:.3f} x the speed "
-                f"of bf16, {memory['allocated_bytes'] / 1e9:.2f} GB",
+                f"{case:24}{condition:10}{server.variant:8}{timing.p50 / 1000:10.3f} ms ({timing.p20 / 1000:.3f} to "
+                f"{timing.p80 / 1000:.3f}), {base / timing.p50:.3f} x the speed of bf16, "
+                f"{server.memory['allocated_bytes'] / 1e9:.2f} GB",
                 flush=True,
             )
-        del model, call
-        gc.collect()
+
+
+def warm_up(args: argparse.Namespace) -> None:
+    """Compile the kernels of one layer, as all layers are alike, for all processes."""
+    pairs = []
+    for variant in VARIANTS[1:]:
+        pairs += [linear.as_pair() for linear in nvfp4_linears(make_model(1, SHAPE, variant, "cuda"))]
+    batches = {*args.decode, *args.compiled}
+    load().warm_up(pairs, tokens={*args.prefill, *batches, *(parts.CONTEXT * n for n in batches)}, formats=["bf16"])
+    del pairs
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    args = parts.parse_arguments(__doc__, FULL, FEW, ["compiled"])
+    context = get_context("spawn")
+    are_kernels_ready = context.Event()
+    groups: list[list[Server]] = []
+    processes = []
+    for compiled in (False, True):
+        if not (args.compiled if compiled else [*args.prefill, *args.decode]):
+            continue
+        groups.append([])
+        for variant in VARIANTS:
+            ours, theirs = context.Pipe()
+            given = theirs, are_kernels_ready, variant, compiled, args
+            processes.append(context.Process(target=serve, args=given, daemon=True))
+            processes[-1].start()
+            theirs.close()  # or this process would wait for one that has failed
+            groups[-1].append(Server(variant, ours))
+    if torch.cuda.is_available() and not args.tiny:
+        warm_up(args)
+    are_kernels_ready.set()
+    for server in [server for group in groups for server in group]:
+        server.memory, server.calls = server.connection.recv()
+    results = harness.Results(args.out, args.commit, merge=True, columns=parts.COLUMNS)
+    for group in groups:
+        measure(group, args.samples, results)
+    for server in [server for group in groups for server in group]:
+        server.connection.send(None)
+    for process in processes:
+        process.join()
 
 
 if __name__ == "__main__":

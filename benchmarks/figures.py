@@ -28,6 +28,7 @@ from measured import (
     dense_bytes,
     has,
     layer_cases,
+    model_calls,
     num_exceptions,
     peer_times,
     resident_bytes,
@@ -276,25 +277,21 @@ def layer_times(results: Path) -> dict[str, Figure]:
 def model_speed(results: Path) -> Figure:
     """Tokens a second of a whole model by strategy, over those with dense scales, and all that it has allocated."""
     table = Table("model", results)
-    cases = table.values("case")
+    calls = model_calls(table, "moe")
+    cases = [case for case, _ in calls]
     figure = Figure(figsize=(WIDTH, 3.2))
     figure.suptitle(f"Speed and memory of a whole model ({measured_on(table)})", fontsize=11)
     speed, memory = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 1)})
-    variants = [name for name in STRATEGIES if table.select(variant=name)]
+    variants = [name for name in STRATEGIES if table.select(case=cases[0], variant=name)]
     width = 0.8 / len(variants)
     for i, variant in enumerate(variants):
         places = [place + (i - (len(variants) - 1) / 2) * width for place in range(len(cases))]
         shares = [1 / table.one(case=case, variant=variant).over_baseline for case in cases]
         speed.bar(places, shares, 0.92 * width, color=STRATEGIES[variant], label=variant)
-        allocated = table.select(variant=variant)[0].allocated_bytes / 1e9
+        allocated = table.select(case=cases[0], variant=variant)[0].allocated_bytes / 1e9
         memory.bar(i, allocated, color=STRATEGIES[variant])
         memory.annotate(f"{allocated:.1f}", (i, allocated), ha="center", va="bottom", fontsize=8)
-    names = [case.split("_") for case in cases]
-    speed.set_xticks(
-        range(len(cases)),
-        [f"{phase}\n{int(n):,} tokens" if phase == "prefill" else f"{phase}\nbatch of {n}" for phase, n in names],
-        fontsize=8,
-    )
+    speed.set_xticks(range(len(cases)), [name.replace(", ", "\n") for name in calls.values()], fontsize=8)
     speed.set(ylabel="tokens a second,\nof those with dense scales", ylim=(0, 1.1))
     speed.yaxis.set_major_formatter(PercentFormatter(1, 0))
     memory.set_xticks(range(len(variants)), [v.replace("prefetched", "pre-\nfetched") for v in variants], fontsize=8)

@@ -210,7 +210,8 @@ def cpu_environment() -> dict[str, str]:
 class Results:
     """Rows of one CSV file, which has each of them as soon as it is measured.
 
-    `merge` keeps the rows that the file had before, but for those of a case and variant that is measured now.
+    `merge` keeps the rows that the file had before, but for those of a case, variant and condition that is measured
+    now.
     """
 
     def __init__(
@@ -249,12 +250,16 @@ class Results:
         )
 
     def write(self) -> None:
-        measured = {(row["case"], row["variant"]) for row in self.rows}
+
+        def key(row: dict) -> tuple:
+            return row["case"], row["variant"], row["condition"]
+
+        measured = {key(row) for row in self.rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(row for row in self.kept if (row["case"], row["variant"]) not in measured)
+            writer.writerows(row for row in self.kept if key(row) not in measured)
             writer.writerows(self.rows)
 
 

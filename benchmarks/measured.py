@@ -39,6 +39,9 @@ WEIGHTS = {
 }
 """Rows and K of the single weights in peers.csv, the smallest first."""
 
+MODELS = {"moe": "qwen3_next", "dense": "qwen3_8b"}
+"""What the cases of model.csv begin with: those of model.py, and of dense_model.py."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -59,6 +62,9 @@ class Row:
     scale_bytes: int = 0
     """Resident for scales: in model.csv alone, as the next."""
     allocated_bytes: int = 0
+    perplexity: float | None = None
+    """In language_model.csv alone, as the next."""
+    file_bytes: int = 0
 
     @property
     def us(self) -> float:
@@ -100,6 +106,19 @@ class Table(list[Row]):
         return list(dict.fromkeys(getattr(row, name) for row in self.select(**wanted)))
 
 
+def model_calls(model: Table, kind: str) -> dict[tuple[str, str], str]:
+    """Cases and conditions of one of MODELS, and what each call is, in words."""
+    prefix = MODELS[kind] + "_"
+    found = dict.fromkeys((row.case, row.condition) for row in model if row.case.startswith(prefix))
+    named = {}
+    for case, condition in found:
+        phase, number = case.removeprefix(prefix).split("_")
+        named[case, condition] = (
+            f"prefill, {int(number):,} tokens" if phase == "prefill" else f"decode, batch of {number}"
+        )
+    return named
+
+
 def has(name: str, results: Path = RESULTS) -> bool:
     return (results / f"{name}.csv").exists()
 
@@ -112,8 +131,9 @@ def _row(record: dict[str, str]) -> Row:
         device=record["device"].replace("(R)", ""),
         **{name: record[name] for name in ("torch", "triton", "case", "variant", "condition", "baseline")},
         **{name: number(name) for name in ("us_p50", "roof_us", "baseline_us")},
+        perplexity=float(record["perplexity"]) if record.get("perplexity") else None,
         tokens=int(record["tokens"]) if record["tokens"] else None,
-        **{name: int(record.get(name) or 0) for name in ("bytes", "scale_bytes", "allocated_bytes")},
+        **{name: int(record.get(name) or 0) for name in ("bytes", "scale_bytes", "allocated_bytes", "file_bytes")},
     )
 
 

@@ -18,12 +18,14 @@ from measured import (
     LAYER,
     STACKS,
     WEIGHTS,
+    Row,
     Table,
     dense_bytes,
     has,
     layer_cases,
     layer_us,
     layers_of,
+    model_calls,
     num_exceptions,
     peer_times,
     resident_bytes,
@@ -276,28 +278,80 @@ def moe_layer() -> str:
 
 
 def model() -> str:
-    """Tokens a second of a whole model, and its memory."""
+    """Tokens a second of a whole model of experts, and its memory."""
     table = Table("model")
-    variants = [name for name in ("dense", "staged", "prefetched", "fused") if table.select(variant=name)]
+    calls = model_calls(table, "moe")
+    first = next(iter(calls))[0]
+    variants = [name for name in ("dense", "staged", "prefetched", "fused") if table.select(case=first, variant=name)]
     rows = []
-    for case in table.values("case"):
-        dense, *others = (table.one(case=case, variant=variant) for variant in variants)
-        phase, number = case.split("_")
-        name = f"prefill, {int(number):,} tokens" if phase == "prefill" else f"decode, batch of {number}"
-        cells = [f"{1e6 * row.tokens / row.us:,.0f} ({change(dense.us / row.us)})" for row in others]
-        rows.append([f"{name}, {dense.condition}", f"{1e6 * dense.tokens / dense.us:,.0f}", *cells])
-    of_each = [table.select(variant=variant)[0] for variant in variants]
+    for (case, condition), name in calls.items():
+        dense, *others = (table.one(case=case, condition=condition, variant=variant) for variant in variants)
+        cells = [f"{speed(row)} ({change(dense.us / row.us)})" for row in others]
+        rows.append([f"{name}, {condition}", speed(dense), *cells])
+    of_each = [table.select(case=first, variant=variant)[0] for variant in variants]
     rows.append(["scales, GB", *(f"{row.scale_bytes / 1e9:.2f}" for row in of_each)])
     rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
-    layers = round(of_each[0].scale_bytes / sum(map(dense_bytes, LAYER)))
-    text = f"""A whole model in transformers, in tokens a second: {layers} layers of 512 experts of the same sizes, 10
-        for each token, with full attention and random weights ({machine(table)})."""
+    text = f"""A whole model in transformers, in tokens a second: 24 layers of 512 experts of the same sizes, 10 for
+        each token, with full attention and random weights ({machine(table)})."""
     drawn = image(
         "model_speed",
         "Tokens a second of a model by strategy, and its memory",
         "Fused: the speed of dense scales in less memory. Scales are a ninth of the weights: the total changes little.",
     )
     return "### A whole model\n\n" + paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
+
+
+def speed(row: Row) -> str:
+    """Tokens a second."""
+    return f"{1e6 * (row.tokens or 0) / row.us:,.0f}"
+
+
+def dense_model() -> str:
+    """Tokens a second of a dense model, beside the same one in bf16, and its memory; nothing without its rows."""
+    table = Table("model")
+    variants = ("bf16", "dense", "fused")
+    rows, calls = [], model_calls(table, "dense")
+    if not calls:
+        return ""
+    for (case, condition), name in calls.items():
+        bf16, *others = (table.one(case=case, condition=condition, variant=variant) for variant in variants)
+        rows.append(
+            [f"{name}, {condition}", speed(bf16), *(f"{speed(row)} ({bf16.us / row.us:.2f} x)" for row in others)]
+        )
+    of_each = [table.select(case=next(iter(calls))[0], variant=variant)[0] for variant in variants]
+    rows.append(["scales, GB", *(f"{row.scale_bytes / 1e9:.2f}" for row in of_each)])
+    rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
+    text = f"""A dense model in transformers, in tokens a second, beside the same one in bf16: a Qwen3 of 8B shapes (36
+        layers, hidden size 4096, intermediate size 12288) with random weights, whose linear layers but the head are
+        NVFP4, W4A16 ({machine(table)}). Decoding is a step after 256 tokens, by a CUDA graph of the eager model
+        ("graph") or by `torch.compile` with mode "reduce-overhead" ("compiled")."""
+    header = " | bf16 | NVFP4, dense scales | NVFP4, compressed scales"
+    return "### A dense model\n\n" + paragraph(text) + "\n" + markdown_table(header, rows)
+
+
+def language_model() -> str:
+    """What quantization costs a real model."""
+    table = Table("language_model")
+    names = {
+        "bf16": "bf16", "nvfp4": "NVFP4", "nvfp4_csf": "NVFP4, compressed", "nvfp4_mse": "NVFP4, `--scales mse`"
+    }  # fmt: skip
+    cases = table.values("case")
+    rows = [
+        [name, *(f"{row.perplexity:.2f}" for row in found), f"{found[0].file_bytes / 1e6:.1f}"]
+        for variant, name in names.items()
+        if (found := [table.one(case=case, variant=variant) for case in cases])
+    ]
+    tokens = table[0].tokens
+    text = f"""A real language model, SmolLM2-135M-Instruct, all its linear layers but the head quantized by
+        `finegrained-kernels quantize`, W4A16: perplexity of a text of {tokens} tokens (the beginning of Alice's
+        Adventures in Wonderland), run in fp16, and the size of its safetensors files. Compressed scales are the same
+        scales."""
+    places = {
+        "smollm2_cpu": "CPU",
+        "smollm2_cuda": next((row.device for row in table if row.case.endswith("cuda")), ""),
+    }
+    header = " | ".join(["", *(f"perplexity, {places[case]}" for case in cases), "files, MB"])
+    return "### What quantization costs\n\n" + paragraph(text) + "\n" + markdown_table(header, rows)
 
 
 def peers() -> str:
@@ -359,6 +413,8 @@ SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
     (("nvfp4_gemm",), gemms),
     (("peers",), peers),
     (("model",), model),
+    (("model",), dense_model),
+    (("language_model",), language_model),
     (("csf_decode", "csf_cpu"), encoding),
     (("checkpoints", "checkpoints_h200"), checkpoints),
 ]
@@ -367,7 +423,7 @@ SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
 
 def all_parts() -> str:
     """The measured part of docs/benchmarks.md."""
-    return "\n".join(write() for files, write in SECTIONS if all(map(has, files)))
+    return "\n".join(filter(None, (write() for files, write in SECTIONS if all(map(has, files)))))
 
 
 DOCUMENTS: dict[str, Callable[[], str]] = {"README.md": summary, "docs/benchmarks.md": all_parts}

@@ -9,7 +9,7 @@ from finegrained_kernels.checkpoint.names import Located, Plane
 
 # The first of these that matches any part of the module's name.
 _KINDS = {
-    "vision": r"visual|vision_\w+|vit|audio_\w+|multi_modal_projector|mm_projector",
+    "vision": r"visual|vision_\w+|vit|audio_\w+|multi_modal_projector|mm_projector|connector",
     "lm_head": r"lm_head",
     "embeddings": r"\w*embed\w*|wte|wpe",
     "routers": r"gate|router|shared_expert_gate",

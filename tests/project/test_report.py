@@ -21,8 +21,13 @@ MEASURED_COLUMNS = (
     "device,driver,torch,triton,commit,case,variant,tokens,condition,us_p20,us_p50,us_p80,bytes,roof_us,baseline,"
     "baseline_us"
 )
-MORE_COLUMNS = {"model.csv": ",tokens_per_s,scale_bytes,allocated_bytes", "peers.csv": ",rel_error"}
-CONDITIONS = {"csf_cpu.csv": ("warm", "busy_core"), "eager.csv": ("eager_cpu",), "model.csv": ("eager", "graph")}
+MORE_COLUMNS = {
+    "model.csv": ",tokens_per_s,scale_bytes,allocated_bytes",
+    "peers.csv": ",rel_error",
+    "language_model.csv": ",perplexity,file_bytes",
+}
+CONDITIONS = {"csf_cpu.csv": ("warm", "busy_core"), "eager.csv": ("eager_cpu",)}
+CONDITIONS["model.csv"] = ("eager", "graph", "compiled")
 UNITS = r"(us|ms|s|seconds|minutes|MB|GB|GiB|GB/s|TB/s|%|percent|times|x)\b|%"
 
 
@@ -116,6 +121,7 @@ def test_figures_are_what_the_results_give(tmp_path):
 
 
 VARIANTS = ("dense", "staged", "prefetched", "fused")
+DENSE = ("bf16", "dense", "fused")
 CASES = tuple(measured.GEMMS)
 
 
@@ -159,9 +165,10 @@ def test_what_is_drawn_once_there_are_results(tmp_path, monkeypatch):
     timeline = {"timeline_expansion": 420.0, "timeline_exposed": 1.0, "timeline_attention_loss": 270.0}
     stack += [("qwen_prefill_4_w4a16", name, report.TIMELINE_TOKENS, us) for name, us in timeline.items()]
     fabricated(tmp_path / "moe_layer.csv", stack, ("warm",))
-    model = [("prefill_2048", 2048, 40_960.0, "eager"), ("decode_8", 8, 8_000.0, "graph")]
-    for case, tokens, us, condition in model:
-        rows = [(case, variant, tokens, us) for variant in VARIANTS]
+    calls = [("prefill_2048", 2048, 40_960.0, "eager"), ("decode_8", 8, 8_000.0, "graph")]
+    kinds = (("qwen3_next", VARIANTS, calls), ("qwen3_8b", DENSE, [*calls, ("decode_8", 8, 4_000.0, "compiled")]))
+    for model, variants, case, tokens, us, condition in [(m, v, *call) for m, v, calls in kinds for call in calls]:
+        rows = [(f"{model}_{case}", variant, tokens, us / (1 + (variant == "fused"))) for variant in variants]
         fabricated(tmp_path / "model.csv", rows, (condition,), MORE_COLUMNS["model.csv"])
 
     drawn = figures.draw(tmp_path / "out", tmp_path)
@@ -179,7 +186,8 @@ def test_what_is_drawn_once_there_are_results(tmp_path, monkeypatch):
     assert "12,345.0" not in text, "peers.csv has what one weight takes"
     assert "4 such layers, each with attention before it" in text and "staged +10 % to +10 %" in one_line(text)
     assert "With 8,192 tokens, decoding alone takes 420 us; beside attention, the layers wait 1 us" in one_line(text)
-    assert "| decode, batch of 8, graph | 1,000 | 1,000 (+0 %) | 1,000 (+0 %) | 1,000 (+0 %) |" in text
+    assert "| decode, batch of 8, graph | 1,000 | 1,000 (+0 %) | 1,000 (+0 %) | 2,000 (+100 %) |" in text
+    assert "| decode, batch of 8, compiled | 2,000 | 2,000 (1.00 x) | 4,000 (2.00 x) |" in text
     assert "24 layers of 512 experts" in text and "| allocated in all, GB | 40.00 |" in text
     shown = set(re.findall(r"\w+\.svg", text))
     assert shown == named, "a figure that no document shows"
