@@ -22,7 +22,7 @@ ON_CPU = {"csf_cpu": [], "stored_scales": [], "checkpoint_speed": ["--gigabytes"
 
 FILE_NAMES = {"checkpoint_speed": "checkpoints"}
 HELPERS = {
-    *("cases", "figures", "harness", "measured", "moe_cases"),
+    *("cases", "figures", "harness", "measured", "model_parts", "moe_cases"),
     *("prefetch_timeline", "read_sweep", "report", "run", "scale_planes"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -83,3 +84,11 @@ def test_tests_do_not_import_one_another():
     """What several need is in tests/support, where it is no test that others depend on."""
     importing = re.compile(r"^\s*(?:from|import) test_\w+", re.MULTILINE)
     assert not [path for path in (ROOT / "tests").rglob("*.py") if importing.search(path.read_text())]
+
+
+def test_benchmarks_do_not_import_one_another():
+    """What several measure is in modules that measure nothing: `HELPERS` of benchmarks/run.py."""
+    folder = ROOT / "benchmarks"
+    benchmarks = {path.stem for path in folder.glob("*.py")} - runpy.run_path(str(folder / "run.py"))["HELPERS"]
+    importing = re.compile(rf"^(?:from|import) ({'|'.join(benchmarks)})\b", re.MULTILINE)
+    assert not [(path, found) for path in folder.rglob("*.py") if (found := importing.findall(path.read_text()))]
