@@ -146,6 +146,17 @@ def test_three_launches_up_to_four_tokens(bundle, gpu):
             assert not gpu.ordinary
 
 
+def test_calls_of_many_tokens_are_replayed_too(bundle, gpu):
+    arguments = Arguments(bundle, seed=0)
+    weights = arguments.weights[2 * I][0], arguments.weights[H][0]
+    experts = bundle.NVFP4Experts(*weights, arguments.scales[2 * I], arguments.scales[H], torch.rand(E), torch.rand(E))
+    index = torch.randint(0, E, (2100, TOP_K))
+    for _ in range(3):
+        gpu.direct.clear(), gpu.ordinary.clear()
+        bundle.moe_forward(experts, torch.zeros(2100, H).bfloat16(), index, torch.rand(2100, TOP_K))
+    assert gpu.direct[:3] == ["count_kernel", "sum_kernel", "place_kernel"] and not gpu.ordinary
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_each_choice_of_a_token_reads_its_row(bundle, num_tokens):
     """By an index in memory of its own: kernels know no strides of it."""

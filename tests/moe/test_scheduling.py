@@ -1,4 +1,4 @@
-"""Routing in one launch: interpreted against numpy, and on a GPU against the sort that it replaces."""
+"""Routing in one launch or three: interpreted against numpy, and on a GPU."""
 
 from __future__ import annotations
 
@@ -35,26 +35,31 @@ def test_kernel_is_the_stable_sort(bundle_dir, run_python):
     run_python(script, TRITON_INTERPRET="1", PYTHONPATH=str(SUPPORT))
 
 
-def test_what_one_launch_takes(bundle):
-    pytest.importorskip("triton", reason="needs triton, which the kernel is written in")
+def test_what_the_kernels_take(bundle):
+    pytest.importorskip("triton", reason="needs triton, which the kernels are written in")
     scheduling = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
-    assert scheduling.fits(scheduling.MAX_ROWS, 512) and not scheduling.fits(scheduling.MAX_ROWS + 1, 512)
+    assert scheduling.takes_one_launch(4096, 512) and not scheduling.takes_one_launch(4097, 512)
+    assert not scheduling.takes_one_launch(4096, 1 << 19), "keys beyond int32"
+    most = scheduling.BLOCK * scheduling.MAX_BLOCKS
+    assert scheduling.fits(4097, 2046) and not scheduling.fits(4097, 2047)
+    assert scheduling.fits(most, 512) and not scheduling.fits(most + 1, 512)
     assert not scheduling.fits(0, 512)
-    assert not scheduling.fits(4096, 1 << 19), "keys beyond int32"
 
 
 def test_the_registered_op(bundle):
     """What compiled code calls: its schema and shapes, on as many rows as torch sorts."""
     pytest.importorskip("triton", reason="needs triton, which the kernel is written in")
     scheduling = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
-    ids, num_experts, top_k = make_ids(scheduling.MAX_ROWS + 1, 1, 9, torch.int64, "sentinels")
+    ids, num_experts, top_k = make_ids(scheduling.BLOCK * scheduling.MAX_BLOCKS + 1, 1, 9, torch.int64, "sentinels")
     op = importlib.import_module(f"{bundle.__name__}._ops").ops.grouped_scheduling
     torch.library.opcheck(op.default, (ids.view(-1), num_experts, top_k))
     check(op(ids.view(-1), num_experts, top_k), ids, num_experts, top_k)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, (512, 8, 512, torch.int64, "sentinels"), (513, 8, 512, torch.int64, "any")])
+@pytest.mark.parametrize(
+    "case", [*CASES, (16384, 8, 512, torch.int64, "sentinels"), (32769, 8, 512, torch.int64, "any")]
+)
 def test_on_a_gpu(bundle, case):
     ids, num_experts, top_k = make_ids(*case)
     for given in (ids.cuda(), ids.cuda().T.contiguous().T):
@@ -62,15 +67,27 @@ def test_on_a_gpu(bundle, case):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("kernel", ["schedule", "count", "sum", "place"])
 @pytest.mark.parametrize("ids", ["*i32", "*i64"])
-def test_compiles_everywhere_without_spills(bundle, arch, ids):
-    pytest.importorskip("triton", reason="needs triton, which the kernel is written in")
+def test_compiles_everywhere_without_spills(bundle, arch, kernel, ids):
+    pytest.importorskip("triton", reason="needs triton, which the kernels are written in")
     import compile_kernels
 
     part = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
-    pointers = dict.fromkeys(("expert_start_ptr", "gather_ptr", "scatter_ptr"), "*i32") | {"ids_ptr": ids}
-    constants = {"BLOCK_I": part.BLOCK_I, "BLOCK_J": part.BLOCK_J}
-    case = compile_kernels.codec_case("schedule", part.schedule_kernel, constants, pointers, 4)
-    kernel = compile_kernels.compile_case(case, compile_kernels.TARGETS[arch])
-    registers, _, spilled = compile_kernels.resources(kernel, arch)
-    assert spilled == 0 and registers <= 128
+    constants = {
+        "schedule": {"BLOCK_I": part.BLOCK_I, "BLOCK_J": part.BLOCK_J},
+        "count": {"BINS": 1024, "BLOCK": part.BLOCK},
+        "sum": {"BINS": 1024, "ROWS": part.SUMMED // 1024},
+        "place": {"BINS": 1024, "BLOCK": part.BLOCK, "BLOCK_J": 16},
+    }[kernel]
+    function = getattr(part, f"{kernel}_kernel")
+    names = [p.name for p in function.params if p.name.endswith("_ptr")]
+    if "ids_ptr" not in names and ids == "*i64":
+        pytest.skip("reads no ids")
+    pointers = dict.fromkeys(names, "*i32") | ({"ids_ptr": ids} if "ids_ptr" in names else {})
+    num_warps = 8 if kernel in ("sum", "place") else 4
+    case = compile_kernels.codec_case(kernel, function, constants, pointers, num_warps)
+    registers, _, spilled = compile_kernels.resources(
+        compile_kernels.compile_case(case, compile_kernels.TARGETS[arch]), arch
+    )
+    assert spilled == 0 and registers <= 160

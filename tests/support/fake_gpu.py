@@ -18,6 +18,9 @@ import triton
 
 OUTPUTS = {
     "schedule_kernel": ("expert_start_ptr", "gather_ptr", "scatter_ptr"),
+    "count_kernel": ("counts_ptr",),
+    "sum_kernel": ("firsts_ptr", "expert_start_ptr"),
+    "place_kernel": ("gather_ptr", "scatter_ptr"),
     "weighted_reduce_kernel": ("out_ptr",),
     "decode_kernel": ("out_ptr",),
     "nvfp4_gemm_kernel": ("epilogue.out", "epilogue.out_scales"),

@@ -14,6 +14,14 @@ CASES = [  # tokens, top_k, experts, dtype, the kind of ids
     (64, 8, 300, torch.int32, "sentinels"),
     (65, 8, 33, torch.int32, "none"),
     (150, 4, 5, torch.int64, "descending"),
+    # three launches
+    (4097, 1, 1, torch.int64, "any"),
+    (513, 8, 512, torch.int64, "sentinels"),
+    (1100, 4, 510, torch.int32, "any"),
+    (1024, 8, 15, torch.int32, "one"),
+    (2050, 3, 7, torch.int64, "huge"),
+    (600, 7, 33, torch.int32, "none"),
+    (9001, 1, 300, torch.int64, "descending"),
 ]
 
 

@@ -1,9 +1,13 @@
-"""`compute_grouped_scheduling` of few rows in one launch: a stable counting sort without a scan.
+"""`compute_grouped_scheduling` on a GPU: a stable counting sort, without atomics and in no order between programs.
 
-Slot i of expert k has the key `k * S + i`; slots of no expert take k = E. All keys differ, so a slot's place in the
-sorted order is the number of smaller keys, and an expert's first row is the number of keys below `e * S`. Each program
-counts them for its own slots or experts, alone: no order between programs, no atomics, the same result every time.
-Work grows with S * (S + E), so `MAX_ROWS` bounds S. Bytes moved: the ids once a program, from L2, and 4 * (2S + E) out.
+Few rows take one launch. Slot i of expert k has the key `k * S + i`; slots of no expert take k = E. All keys differ, so
+a slot's place in the sorted order is the number of smaller keys, and an expert's first row is the number of keys below
+`e * S`. Each program counts them for its own slots or experts. Work grows with S * (S + E), so `MAX_ROWS` bounds S.
+Bytes moved: the ids once a program, from L2, and 4 * (2S + E) out.
+
+More rows take three: each program counts the experts of its own BLOCK slots; one sums these up to where each expert's
+rows begin, and within them each program's; then each program places its slots there, by how many of the expert's slots
+it has before. Bytes moved: the ids twice, 16 * (E + 2) a program, and 4 * (2S + E) out.
 """
 
 from __future__ import annotations
@@ -12,26 +16,37 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import cdiv
+from ..device import cdiv, next_power_of_2
 from ..launching import bind
 
 MAX_ROWS = 4096
 MAX_KEY = 1 << 31
 BLOCK_I = 16
 BLOCK_J = 512
+BLOCK = 512
+MAX_BLOCKS = 512
+MAX_BINS = 2048
+SUMMED = 16384
+"""Counts that are summed up at a time."""
+
+
+def takes_one_launch(num_rows: int, num_experts: int) -> bool:
+    """Whether the rows are few, and their keys int32."""
+    return num_rows <= MAX_ROWS and (num_experts + 1) * num_rows < MAX_KEY
 
 
 def fits(num_rows: int, num_experts: int) -> bool:
-    """Whether the kernel takes the call: few rows, and keys that are int32."""
-    return 0 < num_rows <= MAX_ROWS and (num_experts + 1) * num_rows < MAX_KEY
+    """Whether the kernels take the call."""
+    takes_three = num_rows <= BLOCK * MAX_BLOCKS and num_experts + 2 <= MAX_BINS
+    return num_rows > 0 and (takes_one_launch(num_rows, num_experts) or takes_three)
 
 
 @triton.jit
-def sort_keys(ids_ptr, slot, num_slots, num_rows, num_experts):
-    """Keys of slots below `num_slots`. Ids are compared in their own width, before they are narrowed."""
+def expert_of(ids_ptr, slot, num_slots, num_experts):
+    """The experts of slots, E for those of none and beyond `num_slots`. Ids are compared in their own width, before
+    they are narrowed."""
     ids = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1)
-    expert = tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
-    return expert * num_rows + slot
+    return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "top_k"])
@@ -46,12 +61,12 @@ def schedule_kernel(
     num_entries = tl.where(is_slots, 0, num_experts + 1)
     first = (tl.program_id(0) - tl.where(is_slots, 0, slot_programs)) * BLOCK_I
     item = first + tl.arange(0, BLOCK_I)
-    own = sort_keys(ids_ptr, item, num_slots, num_rows, num_experts)
+    own = expert_of(ids_ptr, item, num_slots, num_experts) * num_rows + item
     bound = tl.where(item < num_slots, own, item * num_rows)
     rank = tl.zeros((BLOCK_I,), tl.int32)
     for first_slot in range(0, num_rows, BLOCK_J):
         slot = first_slot + tl.arange(0, BLOCK_J)
-        keys = sort_keys(ids_ptr, slot, num_rows, num_rows, num_experts)
+        keys = expert_of(ids_ptr, slot, num_rows, num_experts) * num_rows + slot
         smaller = (keys[None, :] < bound[:, None]) & (slot < num_rows)[None, :]
         rank += tl.sum(smaller.to(tl.int32), 1)
     tl.store(expert_start_ptr + item, rank, mask=item < num_entries)
@@ -59,14 +74,72 @@ def schedule_kernel(
     tl.store(gather_ptr + rank, item // top_k, mask=item < num_slots)
 
 
+@triton.jit(do_not_specialize=["num_rows", "num_experts"])
+def count_kernel(ids_ptr, counts_ptr, num_rows, num_experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """counts [programs, BINS] of BLOCK slots a program: of each expert, of none in bin E; the last bin is nothing's."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.where(slot < num_rows, expert_of(ids_ptr, slot, num_rows, num_experts), BINS - 1)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_experts"])
+def sum_kernel(
+    counts_ptr, firsts_ptr, expert_start_ptr, num_blocks, num_experts, BINS: tl.constexpr, ROWS: tl.constexpr
+):
+    """One program: `expert_start`, and in firsts [num_blocks, BINS] the place of each block's first slot of a bin."""
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((BINS,), tl.int32)
+    for first in range(0, num_blocks, ROWS):
+        block = first + tl.arange(0, ROWS)
+        offs = block[:, None] * BINS + bins[None, :]
+        total += tl.sum(tl.load(counts_ptr + offs, mask=(block < num_blocks)[:, None], other=0), 0)
+    place = tl.cumsum(total, 0) - total
+    tl.store(expert_start_ptr + bins, place, mask=bins <= num_experts)
+    for first in range(0, num_blocks, ROWS):
+        block = first + tl.arange(0, ROWS)
+        offs = block[:, None] * BINS + bins[None, :]
+        counts = tl.load(counts_ptr + offs, mask=(block < num_blocks)[:, None], other=0)
+        tl.store(firsts_ptr + offs, place[None, :] + tl.cumsum(counts, 0) - counts, mask=(block < num_blocks)[:, None])
+        place += tl.sum(counts, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_experts", "top_k"])
+def place_kernel(
+    ids_ptr, firsts_ptr, gather_ptr, scatter_ptr, num_rows, num_experts, top_k,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """BLOCK slots a program, each to the place of the first one of its expert, and as many further as it has before."""
+    begin = tl.program_id(0) * BLOCK
+    slot = begin + tl.arange(0, BLOCK)
+    expert = expert_of(ids_ptr, slot, num_rows, num_experts)
+    place = tl.load(firsts_ptr + tl.program_id(0) * BINS + expert, mask=slot < num_rows, other=0)
+    for first in range(0, BLOCK, BLOCK_J):
+        other = begin + first + tl.arange(0, BLOCK_J)
+        same = expert_of(ids_ptr, other, num_rows, num_experts)[None, :] == expert[:, None]
+        place += tl.sum((same & (other[None, :] < slot[:, None])).to(tl.int32), 1)
+    tl.store(scatter_ptr + place, slot, mask=slot < num_rows)
+    tl.store(gather_ptr + place, slot // top_k, mask=slot < num_rows)
+
+
 def schedule_on_gpu(ids: torch.Tensor, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(expert_start [E + 1], gather_idx [S], scatter_idx [S]) of ids [S] that `fits` accepts."""
-    num_rows = ids.numel()
+    num_rows, ids = ids.numel(), ids.contiguous()
     expert_start, gather_idx, scatter_idx = (
         torch.empty(size, dtype=torch.int32, device=ids.device) for size in (num_experts + 1, num_rows, num_rows)
     )
-    grid = cdiv(num_rows, BLOCK_I) + cdiv(num_experts + 1, BLOCK_I)
-    bind(schedule_kernel, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J)(
-        (grid,), ids.contiguous(), expert_start, gather_idx, scatter_idx, num_rows, num_experts, top_k
+    if takes_one_launch(num_rows, num_experts):
+        grid = cdiv(num_rows, BLOCK_I) + cdiv(num_experts + 1, BLOCK_I)
+        bind(schedule_kernel, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J)(
+            (grid,), ids, expert_start, gather_idx, scatter_idx, num_rows, num_experts, top_k
+        )
+        return expert_start, gather_idx, scatter_idx
+    bins, num_blocks = next_power_of_2(num_experts + 2), cdiv(num_rows, BLOCK)
+    counts, firsts = (torch.empty(num_blocks, bins, dtype=torch.int32, device=ids.device) for _ in range(2))
+    bind(count_kernel, BINS=bins, BLOCK=BLOCK)((num_blocks,), ids, counts, num_rows, num_experts)
+    bind(sum_kernel, BINS=bins, ROWS=SUMMED // bins, num_warps=8)(
+        (1,), counts, firsts, expert_start, num_blocks, num_experts
+    )
+    bind(place_kernel, BINS=bins, BLOCK=BLOCK, BLOCK_J=16, num_warps=8)(
+        (num_blocks,), ids, firsts, gather_idx, scatter_idx, num_rows, num_experts, top_k
     )
     return expert_start, gather_idx, scatter_idx
