@@ -200,7 +200,6 @@ def first_calls(bundle) -> dict[str, float]:
     triton.knobs.compilation.listener = listen
     layers = make_layers(bundle)
     generator, slowest = torch.Generator().manual_seed(0), 0.0
-    (torch.zeros(1, device="cuda") + 1).sort()
     torch.cuda.synchronize()
     for number in range(40):
         tokens = int(torch.randint(1, 16385, (1,), generator=generator)) >> int(

@@ -256,3 +256,29 @@ def test_the_shortest_way_gives_the_driver_what_triton_does(launching, monkeypat
     call(1, 2, 3, 9, *between, *((values,) if is_packed else values))
     assert given[0] == given[1]
     assert (call is launcher) == (bool(scratch) or launching._version() not in ((3, 6), (3, 9)))
+
+
+@pytest.fixture
+def first_launch(bundle) -> ModuleType:
+    return importlib.import_module(f"{bundle.__name__}.first_launch")
+
+
+def test_what_a_first_launch_does_can_be_done_before(first_launch, decode_triton, launching, monkeypatch):
+    """All kernels are imported and their sources read; Triton does its part for a kernel that is empty."""
+    ran: list = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(triton.runtime.JITFunction, "run", lambda kernel, **how: ran.append((kernel, how["warmup"])))
+    monkeypatch.setattr(decode_triton.decode_kernel, "hash", None)
+    first_launch.prepare_launches.__wrapped__()
+    assert ran == [(launching.empty_kernel, True)]
+    assert decode_triton.decode_kernel.hash is not None
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_where_nothing_can_be_launched_nothing_is_said(first_launch, monkeypatch, cuda):
+    def refuse(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    first_launch.prepare_launches.__wrapped__()

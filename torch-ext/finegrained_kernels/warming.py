@@ -18,6 +18,7 @@ import torch
 
 from .csf.scales import NVFP4CSFScales
 from .device import num_sms
+from .first_launch import prepare_launches
 from .moe.experts import NVFP4Experts
 
 _WORKER_BYTES = 1 << 30
@@ -86,6 +87,7 @@ def warm_up(
         "tokens": counts,
         "formats": list(formats),
     }
+    prepare_launches()
     record = _record_of(task)
     known = _read_record(record)
     if known is not None:

@@ -10,6 +10,7 @@ import torch
 from ..arguments import kind_of
 from ..csf.decode import check_apart, csf_workspace_size
 from ..csf.scales import NVFP4CSFScales
+from ..first_launch import prepare_launches
 
 Scales = Union[torch.Tensor, NVFP4CSFScales]
 
@@ -90,6 +91,9 @@ class NVFP4Experts:
             )
         if scratch is not None:
             check_apart("scratch", scratch, self.scratch_size, self._tensors())
+        is_real = not torch.compiler.is_compiling() and type(self.gate_up) in (torch.Tensor, torch.nn.Parameter)
+        if is_real and self.gate_up.is_cuda:
+            prepare_launches()
 
     def __getstate__(self) -> dict[str, object]:
         """The fields alone: whose turn it is with the scratch is nothing to a copy."""
