@@ -37,7 +37,7 @@ def main() -> None:
     for kernel, *_ in jobs:
         _ = kernel.cache_key
     digest.join()
-    print(json.dumps({"total": len(jobs)}), flush=True)
+    say({"total": len(jobs)})
     steps: list[Callable[[], dict]] = [build_driver, *(functools.partial(compile_kernel, *job) for job in jobs)]
     gc.freeze()
     gc.disable()  # it would look at all of torch again and again, and write to memory that the processes share
@@ -45,11 +45,16 @@ def main() -> None:
     first = os.getpid()
     others = fork(min(task["workers"], len(jobs)) - 1)
     while number := os.read(queue, NUMBER_BYTES):
-        print(json.dumps(steps[int.from_bytes(number, "little")]()), flush=True)
+        say(steps[int.from_bytes(number, "little")]())
     if os.getpid() != first:
         os._exit(0)  # what torch would do before takes half a second
     if any(os.waitpid(process, 0)[1] for process in others):
         sys.exit("a process ended before its kernels were compiled")
+
+
+def say(what: dict) -> None:
+    """A line to whoever started this, in one write: processes share the pipe, and print() may take several."""
+    os.write(1, f"{json.dumps(what)}\n".encode())
 
 
 def build_driver() -> dict:
