@@ -258,8 +258,10 @@ def config_chooser(bundle: ModuleType, weight: Any, scales: Any, result_bytes: i
     capability: Any = importlib.import_module(f"{bundle.__name__}.gemm.capability")
     device, (num_experts, rows, half) = weight.device, weight.shape
     depth = 2 * half
-    # Scales of rows that are too long, or no whole words, are decoded before.
-    is_compressed = isinstance(scales, bundle.NVFP4CSFScales) and capability.reads_compressed_on(device, depth)
+    # Scales of rows that are too long, or no whole words, are decoded before; other kernels have tiles of one kind.
+    has_tiles = capability.kernel_of(device, depth, True) == capability.TENSOR_CORE
+    is_read = has_tiles and capability.reads_compressed_on(device, depth, True)
+    is_compressed = is_read and isinstance(scales, bundle.NVFP4CSFScales)
     return lambda num_rows: gemm.choose_config(device, rows, depth, num_rows, num_experts, result_bytes, is_compressed)
 
 
