@@ -110,6 +110,29 @@ def test_an_interruption_ends_every_process(bundle, warming, monkeypatch):
     assert states_of_group(process.pid) <= {"Z"}
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs pipes that keep writes apart, which Linux has")
+def test_lines_of_several_processes_do_not_mix(bundle, warming, monkeypatch):
+    """Each is one write, also if Python is told not to buffer."""
+    writes: list[str] = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options) -> None:
+            readable, writable = os.pipe2(os.O_DIRECT)
+            super().__init__(*arguments, **{**options, "stdout": writable})
+            os.close(writable)
+            self.stdout = self.read(readable)
+
+        def read(self, readable: int):
+            while data := os.read(readable, 1 << 16):
+                writes.append(data.decode())
+                yield writes[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    assert bundle.warm_up(make_experts(bundle), tokens=[1], formats=["bf16"], max_workers=2)
+    assert len(writes) > 2 and all(line.endswith("\n") for line in writes)
+
+
 SCRIPT = f"""
 import importlib, subprocess
 from pathlib import Path
