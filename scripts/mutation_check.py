@@ -110,8 +110,8 @@ FAULTS = [
     Fault(
         "dropped last exception (kernel)",
         f"{CSF}/decode_tiles.py",
-        "    offs_x = x_begin + tl.arange(0, BLOCK_X)\n    store_exceptions(out_ptr, words, offs_x < x_end, first",
-        "    offs_x = x_begin + tl.arange(0, BLOCK_X)\n    store_exceptions(out_ptr, words, offs_x < x_end - 1, first",
+        "    offs_x = span.begin + tl.arange(0, BLOCK_X)\n    store_exceptions(out_ptr, words, offs_x < span.end, span",
+        "    offs_x = span.begin + tl.arange(0, BLOCK_X)\n    store_exceptions(out_ptr, words, offs_x < span.end - 1, span",
         INTERPRETED,
     ),
     Fault(
