@@ -46,8 +46,9 @@ def paths(bundle, tmp_path_factory) -> dict[str, Path]:
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(root / "bf16")
     AutoTokenizer.from_pretrained(found.parent, gguf_file=found.name).save_pretrained(root / "bf16")
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # every device gives the same bytes
     for rule in ("amax", "mse"):
-        quantize(root / "bf16", root / rule, scales=rule)
+        quantize(root / "bf16", root / rule, scales=rule, device=device)
     compress(root / "amax", root / "csf")
     return {name: root / name for name in ("bf16", "amax", "mse", "csf")}
 
