@@ -9,6 +9,7 @@ import pytest
 import triton
 
 import compile_kernels
+import estimate_gains
 from conftest import ROOT
 
 TABLE = ROOT / "benchmarks" / "results" / "kernel_resources.csv"
@@ -39,3 +40,12 @@ def test_kernels_compile(cases, arch):
     if {row[0] for row in table} == {triton.__version__}:  # another compiler takes other numbers
         differing = [(row, was) for row, was in zip(rows, committed, strict=True) if row != was]
         assert not differing, REFRESH
+
+
+@pytest.mark.slow
+def test_computed_gains_are_up_to_date(bundle):
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    if f"Triton {triton.__version__}" not in text:
+        pytest.skip(f"computed with another compiler than {triton.__version__}")
+    missing = [line for line in estimate_gains.table(bundle) if line not in text.splitlines()]
+    assert not missing, "python scripts/estimate_gains.py"
