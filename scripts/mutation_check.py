@@ -52,19 +52,25 @@ FAULTS = [
     Fault(
         "a plan for other strides",
         PLANS,
-        "        all(map(_is_contiguous, tensors)) or tuple(map(_strides_of, tensors)),\n",
-        "",
+        "strides = [list(tensor.stride()) for tensor in tensors]",
+        "strides = [[None] * tensor.ndim for tensor in tensors]",
         PLANNED,
     ),
     Fault(
         "a plan for other alignments",
         PLANS,
-        "is_aligned or tuple([address & 15 for address in addresses]),",
-        "",
+        "alignment = is_aligned or tuple([address & 15 for address in addresses])",
+        "alignment = None",
         PLANNED,
     ),
-    Fault("a plan for arguments of other types", PLANS, "function, kinds, others,", "function, others,", PLANNED),
-    Fault("a plan that writes to what it reads", PLANS, " or not plan.is_apart(addresses)", "", PLANNED),
+    Fault(
+        "a plan for arguments of other types",
+        PLANS,
+        "_signatures.get((function, types)) or _signatures.setdefault((function, types), _Signature(types))",
+        "_signatures.get(function) or _signatures.setdefault(function, _Signature(types))",
+        PLANNED,
+    ),
+    Fault("a plan that writes to what it reads", PLANS, " or not plan.is_apart(tensors, addresses)", "", PLANNED),
     Fault(
         "wrong nibble order (CPU)",
         f"{CSF}/decode.py",
@@ -110,8 +116,8 @@ FAULTS = [
     Fault(
         "dropped last exception (kernel)",
         f"{CSF}/decode_tiles.py",
-        "    offs_x = span.begin + tl.arange(0, BLOCK_X)\n    store_exceptions(out_ptr, words, offs_x < span.end, span",
-        "    offs_x = span.begin + tl.arange(0, BLOCK_X)\n    store_exceptions(out_ptr, words, offs_x < span.end - 1, span",
+        "offs_x < span.end, span, PLANE=PLANE, SWIZZLED=SWIZZLED)\n    for i_x",
+        "offs_x < span.end - 1, span, PLANE=PLANE, SWIZZLED=SWIZZLED)\n    for i_x",
         INTERPRETED,
     ),
     Fault(

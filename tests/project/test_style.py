@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import runpy
 import subprocess
@@ -92,3 +93,10 @@ def test_benchmarks_do_not_import_one_another():
     benchmarks = {path.stem for path in folder.glob("*.py")} - runpy.run_path(str(folder / "run.py"))["HELPERS"]
     importing = re.compile(rf"^(?:from|import) ({'|'.join(benchmarks)})\b", re.MULTILINE)
     assert not [(path, found) for path in folder.rglob("*.py") if (found := importing.findall(path.read_text()))]
+
+
+@pytest.mark.parametrize("name", ["mutation_check", "mutation_check_gpu"])
+def test_deliberate_faults_are_where_the_code_is(name):
+    pytest.importorskip("triton")
+    for fault in importlib.import_module(name).FAULTS:
+        assert (ROOT / fault.path).read_text().count(fault.before) == 1, fault.name
