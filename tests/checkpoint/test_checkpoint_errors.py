@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -187,13 +186,3 @@ def test_names_are_shown_as_they_are(tmp_path, name, shown):
         result = CliRunner().invoke(cli.app, [str(argument) for argument in command])
         assert result.exit_code == 0, (result.output, result.exception)
         assert f"model.{shown}" in result.stdout and "\x1b[31m" not in result.output
-
-
-def test_an_interruption_says_how_to_go_on(source, tmp_path, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("finegrained_kernels.checkpoint.compress", interrupt)
-    result = CliRunner().invoke(cli.app, ["compress", str(source), str(tmp_path / "out")])
-    assert (result.exit_code, result.stderr) == (130, "interrupted; run again to resume\n")
-    assert os.listdir(tmp_path) == ["source"]

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 import checkpoints
 from conftest import ROOT
+from finegrained_kernels.checkpoint import commands
+from finegrained_kernels.cli import app
 
 PROGRAM = """
 import os, runpy, signal, sys
@@ -23,24 +26,35 @@ runpy.run_module("finegrained_kernels", run_name="__main__", alter_sys=True)
 """Runs the program, and presses Ctrl-C at an event that Python audits: an import, or a file that is opened."""
 
 
-@pytest.mark.parametrize("module", ["finegrained_kernels.cli", "typer", "torch", "torch.nn.modules", "kernels"])
+@pytest.mark.parametrize("module", ["finegrained_kernels.cli", "torch", "torch.nn.modules"])
 def test_while_it_starts(module):
     command = [sys.executable, "-c", PROGRAM, "import", module, "compress", "nothing", "nowhere"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [("compress", "interrupted; run again to resume\n"), ("inspect", "interrupted\n")],
-)
-def test_while_it_works(tmp_path, command, said):
+def test_while_it_works(tmp_path):
     source = tmp_path / "source"
     checkpoints.write_checkpoint(source, checkpoints.random_moe(hidden=64, inter=32), checkpoints.MODELOPT_CONFIG)
-    destination = [str(tmp_path / "out")] if command == "compress" else []
-    arguments = ["open", str(source / "config.json"), command, str(source), *destination]
+    arguments = ["open", str(source / "config.json"), "compress", str(source), str(tmp_path / "out")]
     result = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, cwd=ROOT)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", said)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted; run again to resume\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "resumes"),
+    [("compress", True), ("quantize", True), ("restore", True), ("verify", False), ("inspect", False), ("push", False)],
+)
+def test_whether_it_resumes_is_said(tmp_path, monkeypatch, command, resumes):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    for name in (command, "bytes_to_check", "restored_bytes"):
+        monkeypatch.setattr(commands.checkpoints if name == command else commands, name, interrupt)
+    second = [] if command in ("verify", "inspect") else ["a/b"]
+    result = CliRunner().invoke(app, [command, str(tmp_path), *second])
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == ("interrupted; run again to resume\n" if resumes else "interrupted\n")
 
 
 AT_THE_END = """
