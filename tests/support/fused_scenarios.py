@@ -30,7 +30,8 @@ AXES = {
     "routing": ("uniform", "one_expert", "sentinels", "none", "padded"),
     "size": ((5, 9), (1, 1), (7, 3), (12, 2), (3, 75)),  # experts, tokens
     "shape": (  # output columns, K
-        (48, 96), (80, 192), (16, 320),  # decoded into memory first
+        (48, 96),  # on the portable kernel, on every GPU
+        (80, 192), (16, 320),  # decoded into memory first by the tensor-core kernel
         (16, 128), (80, 384), (272, 640), (144, 2560), (32, 2816),
         (48, 4096), (80, 7168),  # decoded in slices
         (32, 3200),  # long rows that have no equal parts
@@ -62,9 +63,14 @@ TILES = (  # block_n, block_k, block_t, num_warps, num_stages, programs_per_sm, 
 TOP_K = 2
 
 
-def reads_compressed(depth: int) -> bool:
-    """Which K a kernel decodes on the way."""
+def has_tiles(depth: int) -> bool:
+    """Whether `TILES` are of the kernel that reads compressed scales of K `depth`."""
     return depth % 128 == 0 and depth < 16000
+
+
+def reads_compressed(depth: int) -> bool:
+    """Whether Hopper has a kernel that does."""
+    return has_tiles(depth) or depth % 64 == 32
 
 
 def is_possible(choice: dict) -> bool:
@@ -73,7 +79,7 @@ def is_possible(choice: dict) -> bool:
     if tile is None:
         return True
     depth = choice["shape"][1] if "shape" in choice else 128
-    return reads_compressed(depth) and not (tile[6] and choice.get("op") == "batched")
+    return has_tiles(depth) and not (tile[6] and choice.get("op") == "batched")
 
 
 def pairwise(axes: dict[str, tuple], seed: int = 0) -> Iterator[dict]:
@@ -237,7 +243,7 @@ def one_configuration(bundle, depth: int, tile: tuple | None) -> Iterator[list]:
         return decompress(scales, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "choose_config", lambda *args: fixed or choose(*args[:-1], reads_compressed(depth)))
+        patch.setattr(launch, "choose_config", lambda *args: fixed or choose(*args[:-1], has_tiles(depth)))
         patch.setattr(launch, "decompress_nvfp4_csf_scales", noted)
         yield decoded
 
