@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checkpoints
 from damage import (
     EXPERTS,
     FIRST,
@@ -37,7 +36,7 @@ from damage import (
     manifest,
     of_index,
     pipe,
-    shard_of,
+    small_checkpoint,
     sums,
     tensor,
     text,
@@ -50,13 +49,7 @@ pytestmark = pytest.mark.usefixtures("bundle")
 
 @pytest.fixture(scope="module")
 def made(bundle, tmp_path_factory) -> Path:
-    """A checkpoint, and its compressed forms, named after their layouts."""
-    root = tmp_path_factory.mktemp("messages")
-    tensors = checkpoints.random_moe(layers=1, experts=2)
-    checkpoints.write_checkpoint(root / "source", tensors, checkpoints.MODELOPT_CONFIG, shard_of=shard_of)
-    for layout in ("hf", "container"):
-        compress(root / "source", root / layout, layout=layout)
-    return root
+    return small_checkpoint(tmp_path_factory.mktemp("messages"))
 
 
 BYTES = torch.zeros(64, 4, dtype=torch.uint8)

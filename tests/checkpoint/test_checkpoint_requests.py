@@ -15,7 +15,20 @@ import typer
 
 import checkpoints
 import finegrained_kernels
-from damage import EXPERTS, FIXED, SHARD, WORDS, Change, cut, edit, layers, of_one_name, shard_of, tensor, text
+from damage import (
+    EXPERTS,
+    FIXED,
+    SHARD,
+    WORDS,
+    Change,
+    cut,
+    edit,
+    layers,
+    of_one_name,
+    small_checkpoint,
+    tensor,
+    text,
+)
 from finegrained_kernels.checkpoint import (
     CheckpointError,
     compress,
@@ -42,13 +55,7 @@ pytestmark = pytest.mark.usefixtures("bundle")
 
 @pytest.fixture(scope="module")
 def made(bundle, tmp_path_factory) -> Path:
-    """A checkpoint, and its compressed forms, named after their layouts."""
-    root = tmp_path_factory.mktemp("messages")
-    tensors = checkpoints.random_moe(layers=1, experts=2)
-    checkpoints.write_checkpoint(root / "source", tensors, checkpoints.MODELOPT_CONFIG, shard_of=shard_of)
-    for layout in ("hf", "container"):
-        compress(root / "source", root / layout, layout=layout)
-    return root
+    return small_checkpoint(tmp_path_factory.mktemp("messages"))
 
 
 def section(method: str, **keys: object) -> dict:

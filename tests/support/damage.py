@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import checkpoints
+from finegrained_kernels.checkpoint import compress
 
 SHARD = "model-00002-of-00002.safetensors"
 FIRST = "model-00001-of-00002.safetensors"
@@ -26,6 +27,15 @@ Change = Callable[[Path], object]
 
 def shard_of(name: str) -> str:
     return SHARD if ".experts." in name else FIRST
+
+
+def small_checkpoint(root: Path) -> Path:
+    """Make a checkpoint in ``root / "source"``, and its compressed forms beside it, named after their layouts."""
+    tensors = checkpoints.random_moe(layers=1, experts=2)
+    checkpoints.write_checkpoint(root / "source", tensors, checkpoints.MODELOPT_CONFIG, shard_of=shard_of)
+    for layout in ("hf", "container"):
+        compress(root / "source", root / layout, layout=layout)
+    return root
 
 
 def text(name: str, content: str) -> Change:
