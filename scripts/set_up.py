@@ -127,6 +127,8 @@ def main():
             stamp.write_text(json.dumps({**record, "checked": digest_of(CHECKED_FROM)}))
     except subprocess.CalledProcessError as error:
         return f"setting up {venv} failed at: {' '.join(map(str, error.cmd))}"
+    except KeyboardInterrupt:
+        return f"interrupted while setting up {venv}: the same command begins anew"
     return None
 
 

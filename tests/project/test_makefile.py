@@ -118,6 +118,15 @@ def test_an_interrupted_installation_is_begun_again(ran, monkeypatch, tmp_path):
     assert ran("--torch", PINNED)[1]
 
 
+def test_ctrl_c_is_one_line(ran, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(set_up.subprocess, "run", interrupt)
+    said, _ = ran("--torch", PINNED)
+    assert re.fullmatch(r"interrupted while setting up .*: the same command begins anew", said)
+
+
 @with_make
 @pytest.mark.parametrize("settings", [(), ("PYTHON=python3",), ("TORCH=",)])
 def test_make_hands_over_what_it_was_told(settings):
