@@ -1,10 +1,10 @@
 """Compressed scales in plain Triton: a program decodes those of its tile into memory of its own, and reads them there.
 
 A tile's exceptions go to computed addresses. Plain Triton addresses no shared memory (scale_strip.py does, in PTX), so
-the bytes go to a piece of global memory that the program uses for one tile after the other. All pieces together are a
-few MB, however large the weights are, and stay in the GPU's cache. What is read there are the bytes of dense scales,
-in the same loop. A barrier puts a program's accesses to them in order: on NVIDIA by definition, on AMD's MI300 since
-they all pass the cache of one compute unit.
+the bytes go to a piece of global memory that the program uses for one tile after the other. All pieces together are
+tens of MB at most, however large the weights are, and those in use stay in the cache. What is read there are the bytes
+of dense scales, in the same loop. A barrier puts a program's accesses to them in order: on NVIDIA by definition, on
+AMD's MI300 since they all pass the cache of one compute unit.
 """
 
 from __future__ import annotations
