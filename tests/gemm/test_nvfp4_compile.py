@@ -68,8 +68,7 @@ def refuse(*_, **__):
     raise AssertionError("compressed scales were decoded for a kernel that reads them")
 
 part("gemm.dispatch").decompress_nvfp4_csf_scales = refuse
-small = [choice for choice in fused.ON_CPU if choice["shape"][1] < 400 and choice["size"][1] < 10]
-for choice in small[::3]:
+for choice in fused.in_turn(fused.SMALL, 24):
     fused.check_scenario(bundle, choice, "cpu")
 
 config = part("gemm.config")
@@ -120,9 +119,9 @@ poisoned.check_unused_values(bundle, "cpu", True, None, True, 48, 160)
 
 SCALED_COMPRESSED = f"""
 {SCALED.partition("import gemm_scenarios")[0]}
-{COMPRESSED.partition("small = ")[0]}
-small = [c for c in fused.ON_CPU if c["activation"][:4] == "w4a4" and c["shape"][1] < 400 and c["size"][1] < 10]
-for choice in small[::3]:
+{COMPRESSED.partition("for choice")[0]}
+w4a4 = tuple(name for name in fused.SMALL["activation"] if name.startswith("w4a4"))
+for choice in fused.in_turn(fused.SMALL | {{"activation": w4a4}}, 24):
     fused.check_scenario(bundle, choice, "cpu")
 
 choose = launch.scaled_config

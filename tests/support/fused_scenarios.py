@@ -121,6 +121,14 @@ def in_order(axes: dict[str, tuple]) -> list[dict]:
     return [{axis: choice[axis] for axis in axes} for choice in pairwise(axes)]
 
 
+def in_turn(axes: dict[str, tuple], count: int) -> list[dict]:
+    """`count` choices that take an axis' values one after the other, moved on by one whenever all have had their turn:
+    for what takes too long to see every pair."""
+    return [{axis: values[(i + i // len(values)) % len(values)] for axis, values in axes.items()} for i in range(count)]
+
+
+SMALL = AXES | {"size": ((5, 9), (1, 1), (7, 3)), "shape": ((48, 96), (80, 192), (16, 320), (16, 128), (80, 384))}
+"""For interpreted kernels."""
 ON_CPU = in_order(AXES)
 ON_GPU = in_order({**AXES, "tile": TILES})
 
