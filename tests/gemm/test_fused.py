@@ -12,10 +12,12 @@ from fused_scenarios import (
     AXES,
     ON_CPU,
     ON_GPU,
+    SMALL,
     TILES,
     check_every_byte,
     check_scenario,
     describe,
+    in_turn,
     is_possible,
     one_configuration,
     reads_compressed,
@@ -34,6 +36,12 @@ def test_every_pair_is_in_a_scenario():
             pair = (axis, value), (other, other_value)
             assert (pair in met) == is_possible(dict(pair)), pair
     assert all(map(is_possible, ON_GPU))
+
+
+def test_every_value_has_its_turn():
+    """Of those that interpreted kernels see."""
+    choices = in_turn(SMALL, 24)
+    assert all(sum(choice[axis] == value for choice in choices) > 1 for axis in SMALL for value in SMALL[axis])
 
 
 @pytest.mark.parametrize("choice", ON_CPU, ids=describe)
