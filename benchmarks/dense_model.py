@@ -8,8 +8,9 @@ A Qwen3 of 8B shapes with random weights: "bf16", and with all linear layers but
 they are ("dense") or compressed ("fused"). Calls are those of model_parts.py: prefill, and decoding for 1, 8 and 64
 sequences, by CUDA graph of the eager model ("graph") and by `torch.compile` with mode "reduce-overhead" ("compiled").
 
-Each variant has processes of its own, one for what is compiled and one for all else, which make their calls side by
-side, as compiling takes a minute of one core; then they are timed in turns, one sample of one process at a time.
+Each variant has processes of its own, one for each size that is compiled and one for all else, which make their calls
+side by side, as compiling takes a minute of one core: 140 GB on the GPU, if all is asked for. Then they are timed in
+turns, one sample of one process at a time.
 `bytes` is the peak of the longest prefill; rows have three columns more: tokens a second, bytes that scales take, and
 all bytes that the process has allocated between calls.
 """
@@ -58,12 +59,11 @@ def make_model(num_layers: int, shape: dict[str, int], variant: str, device: str
     return parts.make_the_rest(model, device, norm=1)
 
 
-def calls_of(model: torch.nn.Module, args: argparse.Namespace, compiled: bool) -> Iterator[tuple[tuple, Call]]:
+def calls_of(model: torch.nn.Module, args: argparse.Namespace, compiled: int | None) -> Iterator[tuple[tuple, Call]]:
     """(Case, tokens, condition) and call of all that a process measures."""
     if compiled:
         forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
-        for size in args.compiled:
-            yield (f"qwen3_8b_decode_{size}", size, "compiled"), parts.decode(model, size, forward)
+        yield (f"qwen3_8b_decode_{compiled}", compiled, "compiled"), parts.decode(model, compiled, forward)
         return
     for size in args.prefill:
         yield (f"qwen3_8b_prefill_{size}", size, "eager"), parts.prefill(model, size)
@@ -73,7 +73,7 @@ def calls_of(model: torch.nn.Module, args: argparse.Namespace, compiled: bool) -
 
 
 def serve(
-    connection: Connection, are_kernels_ready: Any, variant: str, compiled: bool, args: argparse.Namespace
+    connection: Connection, are_kernels_ready: Any, variant: str, compiled: int | None, args: argparse.Namespace
 ) -> None:
     """A process: makes the model and its calls, sends what they are, then takes a sample of each that is asked for."""
     began = time.monotonic()
@@ -89,7 +89,10 @@ def serve(
         if not bool(logits.isfinite().all()):
             raise SystemExit(f"{what}, {variant}: logits are not finite")
         calls[what] = call
-    print(f"{variant}, {'compiled' if compiled else 'eager'}: ready in {time.monotonic() - began:.0f} s", flush=True)
+    print(
+        f"{variant}, {f'compiled for {compiled}' if compiled else 'eager'}: ready in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
     connection.send((memory, list(calls)))
     while (what := connection.recv()) is not None:
         connection.send(parts.time_calls(calls[what], what[2]))
@@ -150,9 +153,7 @@ def main() -> None:
     are_kernels_ready = context.Event()
     groups: list[list[Server]] = []
     processes = []
-    for compiled in (False, True):
-        if not (args.compiled if compiled else [*args.prefill, *args.decode]):
-            continue
+    for compiled in ([None] if args.prefill or args.decode else []) + args.compiled:
         groups.append([])
         for variant in VARIANTS:
             ours, theirs = context.Pipe()
