@@ -97,6 +97,7 @@ class FakeGPU:
         bundle_module("launching").bind.cache_clear()
         bundle_module("csf.decode_triton").decode_launch.cache_clear()
         patch.setattr(bundle_module("plans"), "_signatures", {})
+        patch.setattr(bundle_module("replay"), "_new", torch._C._dynamo.guards._empty_strided_cpu)
         self.plans = bundle_module("plans")
 
     def num_plans(self) -> int:

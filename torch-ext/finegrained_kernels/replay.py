@@ -14,6 +14,15 @@ _ALIGNMENT = 256
 """Bytes that temporary memory begins at a multiple of."""
 
 
+def _new_by_dispatch(shape: tuple, strides: tuple, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+_new: Callable[[tuple, tuple, torch.dtype], torch.Tensor]
+_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _new_by_dispatch)
+"""Memory on the current GPU; as compiled code asks for it, in a third of the time."""
+
+
 class NotTraced(Exception):
     """A pointer that is of no tensor, or may be of two; or a result that is neither new nor an argument's memory."""
 
@@ -56,7 +65,7 @@ class Plan:
         self.is_observed = functools.partial(is_observed, self.hooks)
         self.is_tuple = isinstance(result, (tuple, list))
         self.returned: List[Tuple[Optional[int], torch.dtype, tuple]] = []
-        self.made: list[tuple[tuple, torch.dtype]] = []
+        self.made: list[tuple[tuple, tuple, torch.dtype]] = []
         self.kept = tuple(recorder.constants)
         self.written: tuple[int, int] | None = None
         self.others: list[tuple[int, int]] = []
@@ -74,7 +83,7 @@ class Plan:
                 raise NotTraced
             else:
                 memories.append(_Memory(*_extent(returned), len(tensors) + len(self.made), 0))
-                self.made.append((tuple(returned.shape), returned.dtype))
+                self.made.append((tuple(returned.shape), returned.stride(), returned.dtype))
             self.returned.append((index, returned.dtype, tuple(returned.shape)))
         block = len(tensors) + len(self.made)
         is_new = {memory.first for memory in memories[len(tensors) :]}
@@ -149,10 +158,10 @@ class Plan:
                 return self(tensors, pool)
         made, block = [], None
         if self.made:
-            made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made]
+            made = [_new(*described) for described in self.made]
             pool.extend(map(torch.Tensor.data_ptr, made))
         if self.block_bytes:
-            block = torch.empty(self.block_bytes, dtype=torch.uint8, device=device)
+            block = _new((self.block_bytes,), (1,), torch.uint8)
         pool.append(0 if block is None else block.data_ptr())
         pool.extend(self.constants)
         for step in self.steps:
