@@ -231,23 +231,23 @@ def main() -> None:
     marlin = load_marlin()  # which tells CUDA where to cache what it compiles
     results = harness.Results(arguments.out, arguments.commit, merge=True)
     with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
         for step in STEPS:
             command = [sys.executable, __file__, "--step", step]
             command += ["--bundle", str(arguments.bundle)] if arguments.bundle else []
-            environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(done.stderr)
             measured = json.loads(done.stdout.splitlines()[-1])
             timing = harness.Timing(*[measured["us"]] * 3)
             results.append("qwen", step, timing, condition="eager_cpu", bytes=measured["count"])
             print(f"{step:22} {measured['us'] / 1e6:8.3f} s, {measured['count']}", flush=True)
-    measure(results, calls(get_bundle(arguments.bundle), marlin))
-    torch.cuda.empty_cache()
-    if importlib.util.find_spec("transformers") is None:
-        print("transformers is not there: no module and no model", flush=True)
-    else:
-        measure(results, model_calls())
+        measure(results, calls(get_bundle(arguments.bundle), marlin))
+        torch.cuda.empty_cache()
+        if importlib.util.find_spec("transformers") is None:
+            print("transformers is not there: no module and no model", flush=True)
+        else:
+            measure(results, model_calls())
 
 
 if __name__ == "__main__":
