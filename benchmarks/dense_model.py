@@ -8,9 +8,9 @@ A Qwen3 of 8B shapes with random weights: "bf16", and with all linear layers but
 they are ("dense") or compressed ("fused"). Calls are those of model_parts.py: prefill, and decoding for 1, 8 and 64
 sequences, by CUDA graph of the eager model ("graph") and by `torch.compile` with mode "reduce-overhead" ("compiled").
 
-Each variant has processes of its own, one for each size that is compiled and one for all else, which make their calls
-side by side, as compiling takes a minute of one core: 140 GB on the GPU, if all is asked for. Then they are timed in
-turns, one sample of one process at a time.
+Each variant has processes of its own, one for each size that is compiled and one for all else. The three of one kind
+make their calls side by side, as compiling takes a minute of one core, and so do those of the next kind; then they are
+timed in turns, one sample of one process at a time. All that is on the GPU at a time takes 80 GB.
 `bytes` is the peak of the longest prefill; rows have three columns more: tokens a second, bytes that scales take, and
 all bytes that the process has allocated between calls.
 """
@@ -44,6 +44,7 @@ TINY |= {"head_dim": 32, "vocab_size": 256}
 FULL = {"layers": 36, "samples": 12, "prefill": [2048, 8192], "decode": [1, 8, 64], "compiled": [1, 8, 64]}
 FEW = {"layers": 2, "samples": 1, "prefill": [16], "decode": [1], "compiled": []}
 Call = Callable[[], torch.Tensor]
+CONTEXT = get_context("spawn")
 
 
 def make_model(num_layers: int, shape: dict[str, int], variant: str, device: str) -> torch.nn.Module:
@@ -147,33 +148,35 @@ def warm_up(args: argparse.Namespace) -> None:
     torch.cuda.empty_cache()
 
 
+def start(args: argparse.Namespace, compiled: int | None, are_kernels_ready: Any) -> list[Server]:
+    """A process of each variant."""
+    servers = []
+    for variant in VARIANTS:
+        ours, theirs = CONTEXT.Pipe()
+        given = theirs, are_kernels_ready, variant, compiled, args
+        CONTEXT.Process(target=serve, args=given, daemon=True).start()
+        theirs.close()  # or this process would wait for one that has failed
+        servers.append(Server(variant, ours))
+    return servers
+
+
 def main() -> None:
     args = parts.parse_arguments(__doc__, FULL, FEW, ["compiled"])
-    context = get_context("spawn")
-    are_kernels_ready = context.Event()
-    groups: list[list[Server]] = []
-    processes = []
-    for compiled in ([None] if args.prefill or args.decode else []) + args.compiled:
-        groups.append([])
-        for variant in VARIANTS:
-            ours, theirs = context.Pipe()
-            given = theirs, are_kernels_ready, variant, compiled, args
-            processes.append(context.Process(target=serve, args=given, daemon=True))
-            processes[-1].start()
-            theirs.close()  # or this process would wait for one that has failed
-            groups[-1].append(Server(variant, ours))
+    results = harness.Results(args.out, args.commit, merge=True, columns=parts.COLUMNS)
+    are_kernels_ready = CONTEXT.Event()
+    kinds = ([None] if args.prefill or args.decode else []) + args.compiled
+    groups = [start(args, kind, are_kernels_ready) for kind in kinds[:2]]
     if torch.cuda.is_available() and not args.tiny:
         warm_up(args)
     are_kernels_ready.set()
-    for server in [server for group in groups for server in group]:
-        server.memory, server.calls = server.connection.recv()
-    results = harness.Results(args.out, args.commit, merge=True, columns=parts.COLUMNS)
-    for group in groups:
-        measure(group, args.samples, results)
-    for server in [server for group in groups for server in group]:
-        server.connection.send(None)
-    for process in processes:
-        process.join()
+    for i in range(len(kinds)):
+        for server in groups[i]:
+            server.memory, server.calls = server.connection.recv()
+        measure(groups[i], args.samples, results)
+        for server in groups[i]:
+            server.connection.send(None)
+        if i + 2 < len(kinds):
+            groups.append(start(args, kinds[i + 2], are_kernels_ready))
 
 
 if __name__ == "__main__":
