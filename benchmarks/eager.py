@@ -124,7 +124,7 @@ def model_calls() -> dict[tuple[str, int], Calls]:
     index = torch.rand(1, experts[0].num_experts, generator=generator, device="cuda").topk(TOP_K).indices
     given = hidden, index, torch.rand(1, TOP_K, generator=generator, device="cuda").bfloat16()
     forward = experts[0].schedule.bundle.moe_forward
-    step = model_benchmark.decode(model, 1)
+    step = importlib.import_module("model_parts").decode(model, 1)
 
     class NoExperts(torch.nn.Module):
         def forward(self, hidden_states, top_k_index, top_k_weights):
