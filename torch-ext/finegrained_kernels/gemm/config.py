@@ -100,7 +100,7 @@ class BlockConfig:
     block_t: int
     num_warps: int = 4
     programs_per_sm: int = 8
-    max_cols: int = 160
+    max_cols: int = 256
 
 
 PORTABLE = BlockConfig(rows=64, block_k=64, block_t=16)

@@ -16,6 +16,8 @@ from ...csf.words_triton import OFFSET_TILE, exception_position, exception_value
 
 BLOCK_PAIRS = tl.constexpr(16)
 """Pairs of columns that are decoded at a time: `config.DECODED_COLS` columns."""
+GROUP_PAIRS = tl.constexpr(80)
+"""Pairs of columns whose codes are held in registers at a time."""
 BLOCK_X = tl.constexpr(128)
 """Exceptions that are stored at a time."""
 
@@ -50,15 +52,16 @@ def store_windows(
     pair = tl.arange(0, BLOCK_PAIRS)
     base = tl.load(scales.bases + expert * (HALVES * N) + plane_row, mask=ok, other=0).to(tl.uint16) * 0x0101
     codes_ptr = scales.codes + (expert * (HALVES * N * (C // 2)) + first_col // 2)
-    blocks = ()  # all are asked for before any is stored
-    for i in tl.static_range(0, COLS // 2, BLOCK_PAIRS):
-        mask = ok[:, None] & (first_col // 2 + i + pair < C // 2)[None, :]
-        codes = tl.load(codes_ptr + plane_row[:, None] * (C // 2) + (i + pair)[None, :], mask=mask, other=0)
-        blocks = blocks + (codes,)  # noqa: RUF005 (Triton tuples do not unpack)
     pairs_ptr = out_ptr.to(tl.pointer_type(tl.uint16)) + row[:, None] * (COLS // 2) + pair[None, :]
-    for i in tl.static_range(0, COLS // 2, BLOCK_PAIRS):
-        codes = blocks[i // BLOCK_PAIRS].to(tl.uint16)
-        tl.store(pairs_ptr + i, ((codes | (codes << 4)) & 0x0F0F) + base[:, None])  # neither sum carries
+    for group in tl.static_range(0, COLS // 2, GROUP_PAIRS):
+        blocks = ()  # a group's are asked for before any is stored
+        for i in tl.static_range(group, min(group + GROUP_PAIRS, COLS // 2), BLOCK_PAIRS):
+            mask = ok[:, None] & (first_col // 2 + i + pair < C // 2)[None, :]
+            codes = tl.load(codes_ptr + plane_row[:, None] * (C // 2) + (i + pair)[None, :], mask=mask, other=0)
+            blocks = blocks + (codes,)  # noqa: RUF005 (Triton tuples do not unpack)
+        for i in tl.static_range(group, min(group + GROUP_PAIRS, COLS // 2), BLOCK_PAIRS):
+            codes = blocks[(i - group) // BLOCK_PAIRS].to(tl.uint16)
+            tl.store(pairs_ptr + i, ((codes | (codes << 4)) & 0x0F0F) + base[:, None])  # neither sum carries
 
 
 @triton.jit
