@@ -21,7 +21,7 @@ POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8",
     torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 BLACKWELL = ("sm_100", "sm_103", "sm_120", "sm_121")
 TENSOR_CORES = ("sm_89", "sm_90", "sm_100", "sm_120")
 EVERYWHERE = ("sm_80", *TENSOR_CORES, "gfx942")

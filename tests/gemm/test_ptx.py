@@ -69,6 +69,12 @@ def scalar_kernel(value_ptr, out_ptr):
 
 
 @gluon.jit
+def early_kernel(value_ptr, out_ptr):
+    ptx.wait_for_last_launch()
+    gl.store(out_ptr, gl.load(value_ptr) + 1)
+
+
+@gluon.jit
 def row_kernel(start_ptr, row_ptr, out_ptr, NUM_BYTES: gl.constexpr):
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.store(out_ptr + lane, ptx.row_address(gl.load(start_ptr), gl.load(row_ptr + lane), NUM_BYTES))
@@ -122,6 +128,17 @@ def test_scalars_stay_what_they_are(value):
     out = torch.zeros(2, dtype=torch.int32, device="cuda")
     scalar_kernel[(1,)](torch.full((32,), value, dtype=torch.int32, device="cuda"), out, num_warps=1)
     assert out.tolist() == [value, value]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="needs early launches: Hopper"
+)
+def test_early_launches_see_what_those_before_them_wrote():
+    values = torch.zeros(65, dtype=torch.int32, device="cuda")
+    for i in range(64):
+        early_kernel[(1,)](values[i:], values[i + 1 :], num_warps=1, launch_pdl=True)
+    assert values.tolist() == list(range(65))
 
 
 @pytest.mark.gpu

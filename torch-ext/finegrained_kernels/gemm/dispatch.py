@@ -27,6 +27,9 @@ from .split import SplitConfig, choose_split, plan_split
 
 ALIGNMENT = 16
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+EARLY_TOKENS = 128
+"""Of a tile, from which on `nvfp4_split_kernel` may begin before its tokens are permuted, and waits for them itself: of
+fewer, it is slower so."""
 MMA_REGISTERS = 128
 """Registers of a thread of `nvfp4_split_kernel` without warpgroups: the assembler itself takes fewer, and spills."""
 
@@ -263,6 +266,8 @@ def launch_split(
     constants = {"SHAPE": kernel_shape(gemm, activations.global_scale), "TILE": plan, "num_warps": config.num_warps}
     if not plan.WARPGROUP:
         constants["maxnreg"] = MMA_REGISTERS
+    elif plan.BLOCK_T >= EARLY_TOKENS:
+        constants["launch_pdl"] = True
     kernel = bind(nvfp4_split_kernel, cluster=plan.PROGRAMS, **constants)
     weight = tensor_core_weight(gemm, has_strip=compressed)
     kernel(

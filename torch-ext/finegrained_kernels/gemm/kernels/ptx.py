@@ -77,6 +77,15 @@ def store_zero(address):
     gl.inline_asm_elementwise(STORE_ZERO, "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
+GRID_WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0; // $1")
+
+
+@gluon.jit
+def wait_for_last_launch():
+    """Wait for the end of the launch before this one, if this one was allowed to begin earlier. Hopper and later."""
+    gl.inline_asm_elementwise(GRID_WAIT, "=r,r", [gl.num_programs(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 

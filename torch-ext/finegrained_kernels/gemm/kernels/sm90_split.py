@@ -115,6 +115,9 @@ def wgmma_sums(x_ptr, weight, share, ring, strip, SHAPE: gl.constexpr, TILE: gl.
     for i in gl.static_range(AHEAD):
         if i < CHUNKS:
             copy_weights(ring, weight, tile, share.first + i, SHAPE=SHAPE, TILE=TILE)
+    ptx.wait_for_last_launch()  # which permutes the tokens
+    for i in gl.static_range(AHEAD):
+        if i < CHUNKS:
             for word in gl.static_range(2):
                 copy_word(ring, x_ptr, sources, share.first + i, word, SHAPE=SHAPE, TILE=TILE)
         async_copy.commit_group()

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...device import cdiv
 from ...launching import bind
@@ -58,6 +59,7 @@ PERMUTE_BLOCK = 4096
 def permute_tokens_kernel(x_ptr, out_ptr, num_rows, K: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK results a program. In a chunk, k = (lane, own group, word, half, p) and the result is (word, p, own group,
     lane, half): unpack.py. Zeros past K."""
+    gdc_launch_dependents()  # what waits for the end of this launch may begin
     ROW: tl.constexpr = (K + 16 * GROUPS - 1) // (16 * GROUPS) * (16 * GROUPS)
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, k = offs // ROW, offs % ROW
