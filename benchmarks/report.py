@@ -321,10 +321,12 @@ def dense_model() -> str:
     of_each = [table.select(case=next(iter(calls))[0], variant=variant)[0] for variant in variants]
     rows.append(["scales, GB", *(f"{row.scale_bytes / 1e9:.2f}" for row in of_each)])
     rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
+    is_compiled = any(condition == "compiled" for _, condition in calls)
+    compiled = ' or by `torch.compile` with mode "reduce-overhead" ("compiled")' if is_compiled else ""
     text = f"""A dense model in transformers, in tokens a second, beside the same one in bf16: a Qwen3 of 8B shapes (36
         layers, hidden size 4096, intermediate size 12288) with random weights, whose linear layers but the head are
         NVFP4, W4A16 ({machine(table)}). Decoding is a step after 256 tokens, by a CUDA graph of the eager model
-        ("graph") or by `torch.compile` with mode "reduce-overhead" ("compiled")."""
+        ("graph"){compiled}."""
     header = " | bf16 | NVFP4, dense scales | NVFP4, compressed scales"
     return "### A dense model\n\n" + paragraph(text) + "\n" + markdown_table(header, rows)
 
