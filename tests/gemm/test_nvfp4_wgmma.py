@@ -36,7 +36,7 @@ constants = dict(
     TILE=plan.plan_tile(config, 272, depth, gate, has_strip=scales.dense != "*i16", compressed=compressed),
 )
 signature = dict(
-    x_ptr="*bf16", weight=operands.Weight("*i64", scales),
+    x_ptr="*bf16", weight=operands.Weight("*i64", scales, scratch="constexpr"),
     routing=operands.Routing("*i32", "constexpr", "*i32", "constexpr"),
     epilogue=operands.Epilogue("constexpr", "i32", "*fp32", "i32", "i32", "fp32", "fp32", "*bf16", "constexpr",
                                "constexpr", "i32"),
