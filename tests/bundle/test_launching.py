@@ -268,6 +268,8 @@ def test_what_a_first_launch_does_can_be_done_before(first_launch, decode_triton
     ran: list = []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(triton.runtime.JITFunction, "run", lambda kernel, **how: ran.append((kernel, how["warmup"])))
+    cache_keys = importlib.import_module(f"{first_launch.__package__}.cache_keys")
+    monkeypatch.setattr(cache_keys, "_taken", set())
     monkeypatch.setattr(decode_triton.decode_kernel, "hash", None)
     first_launch.prepare_launches.__wrapped__()
     assert ran == [(launching.empty_kernel, True)]

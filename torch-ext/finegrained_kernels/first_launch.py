@@ -23,13 +23,9 @@ def prepare_launches() -> None:
     if torch.version.cuda is None:
         return
     with contextlib.suppress(Exception):
-        import triton  # may be absent where only the CPU is used
-
-        launching, *modules = (
-            importlib.import_module(f"{__package__}.{name}") for name in ("launching", *_WITH_KERNELS)
+        cache_keys, launching, *modules = (  # Triton may be absent where only the CPU is used
+            importlib.import_module(f"{__package__}.{name}") for name in ("cache_keys", "launching", *_WITH_KERNELS)
         )
         for module in modules:
-            for value in vars(module).values():
-                if isinstance(value, triton.runtime.JITFunction):
-                    _ = value.cache_key
+            cache_keys.take_keys(module)
         launching.empty_kernel.warmup(grid=(1,))

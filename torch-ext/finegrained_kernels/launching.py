@@ -21,6 +21,7 @@ from typing import Any, Callable
 import torch
 import triton
 
+from .cache_keys import take_key
 from .device import on_device
 from .recording import Launch, current_recorder, forgo_plan
 
@@ -87,6 +88,7 @@ class BoundKernel:
             recorder.launches.append(Launch(run, function, metadata, grid, given, self.kernel.pre_run_hooks))
 
     def _launch_by_triton(self, grid: tuple[int, ...], arguments: tuple) -> Any:
+        take_key(self.kernel)
         if self.cluster is not None:
             ask_for_cluster(self.kernel.warmup(*arguments, grid=grid, **self.constants), self.cluster)
         return self.kernel[grid](*arguments, **self.constants)

@@ -34,8 +34,9 @@ def main() -> None:
     bundle = load_bundle(task["name"], Path(task["directory"]))
     pretend_gpu(task["device"])
     jobs = sorted(find_kernels(bundle, task).values(), key=cost, reverse=True)
-    for kernel, *_ in jobs:
-        _ = kernel.cache_key
+    cache_keys = importlib.import_module(f"{bundle.__name__}.cache_keys")
+    for kernel, *_ in jobs:  # once, before there are several processes
+        cache_keys.take_key(kernel)
     digest.join()
     say({"total": len(jobs)})
     steps: list[Callable[[], dict]] = [build_driver, *(functools.partial(compile_kernel, *job) for job in jobs)]
