@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ..nvfp4.reference import GROUP
 
@@ -24,6 +25,17 @@ RESERVED_BYTES = 1024
 
 RESULT_BYTES = 16 << 10
 """How many bytes of results are in shared memory at a time, on their way out, or less than twice as many."""
+
+
+class HasBlocks(Protocol):
+    """A `Config`, or one weight's (split.py)."""
+
+    @property
+    def block_n(self) -> int: ...
+    @property
+    def block_k(self) -> int: ...
+    @property
+    def block_t(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -131,13 +143,18 @@ def one_strip_bytes(config: Config, depth: int) -> int:
 
 
 def strip_bytes(config: Config, depth: int) -> int:
-    """Shared memory that a kernel declares for its strips: whole units, as Triton's own follows it, and warpgroup
-    operands there are aligned to 1 KB."""
-    unit = 1024 if config.warpgroup else 256
-    return -(-num_strips(config, depth) * one_strip_bytes(config, depth) // unit) * unit
+    """Shared memory that a kernel declares for its strips."""
+    return whole_units(num_strips(config, depth) * one_strip_bytes(config, depth), config.warpgroup)
 
 
-def stage_bytes(config: Config) -> int:
+def whole_units(num_bytes: int, warpgroup: bool) -> int:
+    """As a kernel declares them: Triton's own shared memory follows, and warpgroup operands there are aligned to 1
+    KB."""
+    unit = 1024 if warpgroup else 256
+    return -(-num_bytes // unit) * unit
+
+
+def stage_bytes(config: HasBlocks) -> int:
     """One stage of the ring: a chunk's codes, 4 bits each, and activations, 16 bits each."""
     return config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
 

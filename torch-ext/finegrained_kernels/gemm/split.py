@@ -15,7 +15,7 @@ import torch
 
 from ..device import cdiv, num_sms
 from ..nvfp4.reference import GROUP
-from .smem_plan import HOPPER_BYTES, MAX_STRIP_BYTES, RESERVED_BYTES, strip_stride
+from .smem_plan import HOPPER_BYTES, MAX_STRIP_BYTES, RESERVED_BYTES, stage_bytes, strip_stride, whole_units
 
 STRIP_BYTES = 20 << 10
 """Of decoded scales, what a warpgroup tile has in shared memory at a time, or less than that."""
@@ -67,10 +67,9 @@ def plan_split(config: SplitConfig, num_cols: int, depth: int, gate: bool, compr
         fitting = [n for n in range(1, chunks) if chunks % n == 0 and config.block_n * groups * chunks // n <= limit]
         slices = fitting[0] if fitting else chunks
     cols = chunks // slices * groups
-    unit = 1024 if config.warpgroup else 256
-    strip = cdiv(config.block_n * strip_stride(cols, groups), unit) * unit if compressed else 0
-    scales = 0 if compressed else config.block_n * groups
-    ring = config.num_stages * (config.block_n * groups * 8 + scales + config.block_t * config.block_k * 2)
+    strip = whole_units(config.block_n * strip_stride(cols, groups), config.warpgroup) if compressed else 0
+    dense = 0 if compressed else config.block_n * groups  # scales in the ring, beside their weights
+    ring = config.num_stages * (stage_bytes(config) + dense)
     if strip > MAX_STRIP_BYTES or ring + strip + RESERVED_BYTES > HOPPER_BYTES:
         return None
     return SplitPlan(
