@@ -1,4 +1,4 @@
-"""What the checks of public functions share: is it a tensor that kernels can read, a number that float32 can hold."""
+"""Argument checks that public functions share: can kernels read this tensor, and can float32 hold this number?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ DEVICE_TYPES = ("cpu", "cuda", "xpu")
 
 
 def kind_of(value: object) -> str:
-    """A tensor's dtype, or the type of what is none, as messages say it: numpy's uint8 array is no torch.uint8."""
+    """How messages name what was passed: a tensor by its dtype, anything else by its type. A numpy array of uint8 is
+    not torch.uint8."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype)
     kind = type(value)
@@ -16,7 +17,7 @@ def kind_of(value: object) -> str:
 
 
 def no_dense_tensor(value: object) -> str | None:
-    """What `value` is, if it is no dense tensor on a CPU or GPU."""
+    """What `value` is instead, if it is not a dense tensor on a CPU or GPU; None if it is one."""
     if not isinstance(value, torch.Tensor):
         return kind_of(value)
     if value.device.type not in DEVICE_TYPES:
@@ -28,8 +29,8 @@ def as_float32(name: str, value: object) -> float:
     """A Python or numpy number that float32 can hold; NaN and infinities pass.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: float32 has nothing that large.
+        TypeError: it is not a number.
+        ValueError: it is too large for float32.
     """
     try:
         if isinstance(value, (str, bytes, bytearray)):

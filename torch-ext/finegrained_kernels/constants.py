@@ -1,4 +1,4 @@
-"""Small tensors that many calls read and none writes, made once a device."""
+"""Small tensors that many calls read and none writes, made once for each device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _constants: dict[tuple, torch.Tensor] = {}
 
 
 def constant(make: Callable[..., torch.Tensor], *arguments: Any, device: torch.device) -> torch.Tensor:
-    """`make(*arguments, device=device)`, a function of a module that depends on these alone. Not to be returned to a
-    user, who might write to it.
+    """The tensor `make(*arguments, device=device)`, kept for later calls. `make` is a module-level function that
+    depends on its arguments alone. Do not return the tensor to a user, who might write to it.
 
-    It is complete before it is kept, so that any stream may read it. What is made inside a graph capture belongs to
-    the graph, and on a CPU there is little to save: these are made anew.
+    The tensor is complete before it is kept, so that any stream may read it. Inside a graph capture (where it belongs
+    to the graph) and on a CPU (where it costs little) a new one is made by every call.
     """
     if torch.compiler.is_compiling() or not _is_kept(device):
         return make(*arguments, device=device)
     recorder = current_recorder()
     if torch._C._len_torch_dispatch_stack() > (0 if recorder is None else 1):
         return make(*arguments, device=device)
-    key = (make, device, *map(repr, arguments))  # as texts: -0.0 is not 0.0, and a NaN is one
+    key = (make, device, *map(repr, arguments))  # as texts: -0.0 is not 0.0, and NaN is NaN
     kept = _constants.get(key)
     if kept is None:
         kept = make(*arguments, device=device)

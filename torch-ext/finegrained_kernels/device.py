@@ -1,4 +1,4 @@
-"""What launchers need on the host: facts of a tensor's device, and sizes of grids and blocks."""
+"""What launchers need on the host: properties of a tensor's device, and arithmetic for grids and blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @functools.lru_cache(maxsize=None)
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 4 for the CPU, where kernels run only interpreted."""
+    """The number of multiprocessors of a GPU; 4 for the CPU, where kernels only run in the interpreter."""
     if device.type == "cpu":
         return 4
     properties = getattr(torch, device.type).get_device_properties(device)
@@ -25,7 +25,8 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def cdiv(a: int, b: int) -> int:
-    """`a / b` rounded up. Triton's own may run inside kernels too, and costs as much CPU as all checks of a call."""
+    """`a / b` rounded up. Triton's `cdiv` can also be called from kernels, and so takes as much CPU time as all checks
+    of a call."""
     return -(-a // b)
 
 

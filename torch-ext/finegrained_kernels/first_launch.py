@@ -1,5 +1,5 @@
-"""What the first launch of a program would do before anything is launched, done earlier: a second of the CPU, and
-nothing of the GPU."""
+"""Does earlier what a program's first launch would do before it launches anything. That is a second of CPU time, and no
+GPU time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _WITH_KERNELS = (
     *("csf.decode_triton", "gemm.kernels.mma", "gemm.kernels.sm90_split", "gemm.kernels.sm90_wgmma"),
     *("gemm.kernels.unpack_ahead", "moe.reduction_triton", "moe.routing_triton", "nvfp4.quantize_triton"),
 )
-"""Modules that calls on NVIDIA GPUs launch kernels of."""
+"""The modules whose kernels are launched by calls on NVIDIA GPUs."""
 
 
 @functools.lru_cache(maxsize=1)
 def prepare_launches() -> None:
-    """Import the kernels and take the digests that name what is compiled: of their sources, of Triton and its
-    compilers. What fails here is said by the first launch."""
+    """Import the kernels and compute the digests that name compiled binaries: those of the kernels' sources, of Triton
+    and of its compilers. Failures are ignored here, and reported by the first launch."""
     if torch.version.cuda is None:
         return
     with contextlib.suppress(Exception):

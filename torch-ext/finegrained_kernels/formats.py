@@ -1,4 +1,4 @@
-"""The compressed-scale format as one frozen descriptor: every size and limit is read from here, never from a dtype.
+"""The compressed-scale format as one frozen descriptor. Every size and limit is read from here, never from a dtype.
 
 Source: docs/format.md, "One compressed plane".
 """
@@ -21,12 +21,12 @@ class CSFFormat:
 
     @property
     def window(self) -> int:
-        """Byte values a row's codes reach from its base."""
+        """How many byte values, from a row's base on, its codes can express."""
         return 1 << self.code_bits
 
     @property
     def position_mask(self) -> int:
-        """Low bits of an exception word that hold the position; the value sits above them."""
+        """Mask of the low bits of an exception word, which hold the position; the value is above them."""
         return (1 << self.position_bits) - 1
 
     def check_plane(self, num_rows: int, num_cols: int) -> None:
@@ -43,7 +43,7 @@ class CSFFormat:
             raise ValueError(f"{limit}, got {num_rows} x {num_cols} = {num_rows * num_cols}")
 
     def slab_bytes(self, num_cols: int) -> int:
-        """Bytes of one slab: a base a row, then the rows' codes."""
+        """Bytes of one slab: a base for each row, then the rows' codes."""
         return self.rows_per_slab * (1 + num_cols * self.code_bits // 8)
 
     def fixed_bytes(self, num_rows: int, num_cols: int) -> int:

@@ -1,14 +1,14 @@
-"""Repeated launches of a Triton or Gluon kernel past Triton's own launch path, which costs the CPU tens of us.
+"""Launches Triton and Gluon kernels without Triton's own launch path, which takes tens of microseconds of CPU time.
 
 `BoundKernel(kernel, **constants)` is launched by `bound(grid, *arguments)`. The first launch of a specialization goes
 through `kernel[grid](...)`, which compiles or finds the binary and returns it; later ones call the binary's launcher.
 
 Triton compiles a binary for each class of arguments: their types, whether a pointer is 16-byte aligned, whether an
-integer is 1 or a multiple of 16. `specialize` tells at least as many classes apart. One too many costs an ordinary
-launch; one too few would run a binary made for other arguments.
+integer is 1 or a multiple of 16. `specialize` distinguishes at least as many classes. One class too many only costs an
+ordinary launch; one too few would run a binary that was compiled for other arguments.
 
-Whatever is not the known case is left to Triton: its versions and backends other than those below, its interpreter, a
-profiler's hooks, arguments of other types.
+Everything else is left to Triton: versions and backends other than those below, the interpreter, a profiler's hooks,
+and arguments of other types.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .device import on_device
 from .recording import Launch, current_recorder, forgo_plan
 
 _FIRST_VERSION, _LAST_VERSION = (3, 6), (3, 9)
-"""Versions of Triton whose `CompiledKernel.run` takes what `BoundKernel` passes."""
+"""The first and the last version of Triton whose `CompiledKernel.run` takes what `BoundKernel` passes."""
 
 _UNASKED_BYTES = 48 << 10
-"""Shared memory that every program may have."""
+"""Bytes of shared memory that a program may have without asking for it."""
 
 
 class BoundKernel:
-    """A kernel with its constants, and options such as `num_warps`, chosen. Its constant parameters come last.
+    """A kernel with fixed constants, and fixed options such as `num_warps`. Its constant parameters come last.
 
-    Called with a grid of one to three and the other arguments by position. The first is a tensor, on the device that
-    the kernel is launched on, and all others lie there too, or in page-locked memory, which a GPU knows by the same
-    address as the host does.
+    Call it with a grid of one to three dimensions and the other arguments by position. The first argument is a tensor,
+    and the kernel is launched on its device. All other tensors are on that device too, or in page-locked memory, which
+    has the same address for the GPU as for the host.
 
-    With a `cluster`, as many neighbours of the grid run as one, and the grid counts clusters.
+    With `cluster`, so many neighbouring programs form a cluster, and the grid counts clusters.
     """
 
     def __init__(self, kernel: Any, cluster: int | None = None, **constants: Any) -> None:
@@ -95,11 +95,11 @@ class BoundKernel:
 
 
 def ask_for_cluster(compiled: Any, size: int) -> None:
-    """Have a compiled kernel launched in clusters, which Triton does for kernels that it compiles for several programs
-    at once, and not for one that brings its own instructions for them.
+    """Have a compiled kernel launched in clusters. Triton does that for kernels which it compiles for clusters itself,
+    but not for a kernel with cluster instructions of its own.
 
-    Such kernels also declare shared memory that Triton does not know of; what a program may have beyond 48 KB has to be
-    asked for when the binary is loaded, even where Triton's own share is less.
+    Such kernels also declare shared memory that Triton does not know of. More than 48 KB for a program has to be
+    requested when the binary is loaded, even if Triton's own part of it is smaller.
     """
     if isinstance(compiled, triton.compiler.CompiledKernel):
         num_warps, _, shared = compiled.packed_metadata
@@ -110,14 +110,14 @@ def ask_for_cluster(compiled: Any, size: int) -> None:
 
 @functools.lru_cache(maxsize=None, typed=True)
 def bind(kernel: Any, cluster: int | None = None, **constants: Any) -> BoundKernel:
-    """The one `BoundKernel` of these constants."""
+    """The `BoundKernel` of this kernel and these constants; there is only one."""
     return BoundKernel(kernel, cluster, **constants)
 
 
 def specialize(arguments: tuple) -> tuple[list, list] | None:
-    """The class of `arguments`, hashable item by item, and what to pass for them: for a tensor its address.
+    """The class of `arguments` as a list of hashable items, and the values to pass for them: for a tensor its address.
 
-    None for arguments whose class is not known here.
+    None if an argument is of a type that is not handled here.
     """
     key, values = [], []
     for argument in arguments:
@@ -131,7 +131,7 @@ def specialize(arguments: tuple) -> tuple[list, list] | None:
             key.append(_int_class(argument))
         elif argument is None or kind is float or kind is bool:
             key.append(kind)
-        elif isinstance(argument, tuple):  # a named one, too
+        elif isinstance(argument, tuple):  # named tuples too
             nested = specialize(argument)
             if nested is None:
                 return None
@@ -153,13 +153,14 @@ def _version() -> tuple[int, ...]:
 
 
 def _is_known_case(kernel: Any) -> bool:
-    """A jitted kernel, not an interpreted one, of a known Triton, on torch for NVIDIA GPUs."""
+    """Whether this is a jitted kernel, not an interpreted one, with a known version of Triton and torch built for
+    NVIDIA GPUs."""
     known = torch.version.cuda is not None and _FIRST_VERSION <= _version() <= _LAST_VERSION
     return known and isinstance(kernel, triton.runtime.JITFunction)
 
 
 def _trailing_constants(kernel: Any, constants: dict[str, Any]) -> tuple | None:
-    """The values of the kernel's last parameters from its first constant on, None unless all of those are constants."""
+    """The values of the kernel's last parameters, from its first constant on; None unless all of them are constants."""
     first = next((i for i, parameter in enumerate(kernel.params) if parameter.is_constexpr), len(kernel.params))
     trailing = kernel.params[first:]
     values = [constants.get(parameter.name, parameter.default) for parameter in trailing]
@@ -171,10 +172,10 @@ def _trailing_constants(kernel: Any, constants: dict[str, Any]) -> tuple | None:
 
 
 def shortest_way(launch: Launch) -> tuple[Callable, tuple, bool]:
-    """(callee, what it takes between stream and kernel arguments, whether it takes these as one tuple).
+    """(callee, its arguments between the stream and the kernel's arguments, whether it takes the latter as one tuple).
 
-    `run` is Python: it looks for scratch memory, and calls what is compiled. Where the kernel has no scratch, and
-    Triton is of a version whose arguments are known, that can be called at once.
+    `run` is a Python function that looks for scratch memory and calls a compiled function. If the kernel needs no
+    scratch, and the arguments in this version of Triton are known, the compiled function can be called directly.
     """
     run, function, metadata = launch.run, launch.function, launch.metadata
     if type(run).__name__ == "CudaLauncher" and run.global_scratch_size == run.profile_scratch_size == 0:
@@ -189,16 +190,16 @@ def shortest_way(launch: Launch) -> tuple[Callable, tuple, bool]:
 
 @triton.jit
 def empty_kernel():
-    """What Triton does for any kernel, it does for this one (first_launch.py)."""
+    """For this kernel Triton does all that it does once for any kernel (first_launch.py)."""
 
 
 def is_observed(hooks: Sequence[list] = ()) -> bool:
-    """Whether somebody wants to see launches, or to have kernels compiled differently than before. `hooks`: kernels'
-    own."""
+    """Whether somebody observes launches, or wants kernels to be compiled differently than before. `hooks`: the
+    kernels' own hooks."""
     runtime = triton.knobs.runtime
     try:
         return any(hooks) or any(_looks_on(runtime))
-    except AttributeError:  # Triton takes a function, or None, in place of its chains of hooks
+    except AttributeError:  # a user may have replaced Triton's chain of hooks with a function or None
         alone = (runtime.launch_enter_hook, runtime.launch_exit_hook)
         return bool(runtime.debug or any(getattr(hook, "calls", hook) for hook in alone))
 

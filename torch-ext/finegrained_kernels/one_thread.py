@@ -1,8 +1,9 @@
-"""Many small torch operators on the CPU, each on the calling thread alone.
+"""Runs many small torch operators on the CPU, on the calling thread alone.
 
-Torch splits an operator of 32,768 elements or more over its threads and ends it with a barrier, at which they spin.
-Beside another busy process a thread waits for its core a time slice of the scheduler, many times what such an operator
-takes, and hundreds of operators in a row each wait so: less than one tenth of one thread's speed.
+Torch splits an operator on 32,768 elements or more over its threads and ends it with a barrier, at which they spin. If
+another process is busy, a thread waits for its core for a time slice of the scheduler, many times as long as the
+operator takes. Hundreds of operators in a row all wait like that, and are more than ten times slower than on one
+thread.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 @contextlib.contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Run torch operators on the calling thread. `torch.set_num_threads` would change what threads that start
-    meanwhile, in the program around this, are born with; OpenMP's own setting is the calling thread's.
+    """Run torch operators on the calling thread. `torch.set_num_threads` would also affect threads that the rest of the
+    program starts meanwhile; OpenMP's own setting belongs to the calling thread.
 
     Does nothing where torch's OpenMP is not found.
     """
@@ -35,7 +36,7 @@ def on_one_thread() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=None)
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP library of this process, if it is the one that torch asks."""
+    """The OpenMP library of this process, if it is the one that torch uses."""
     before = torch.get_num_threads()
     try:
         openmp = ctypes.CDLL(None)

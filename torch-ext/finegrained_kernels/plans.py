@@ -1,17 +1,18 @@
-"""What a call comes down to, found again: a call that did nothing but allocate, view and launch is replayed.
+"""Replays repeated calls: a call that does nothing but allocate, view and launch is recorded once, and then repeated
+from the record.
 
 `planned(function, arguments)` is `function(*arguments)`. The second call of a kind is recorded: what torch allocates,
-which binaries are launched, and of which tensor or allocation each pointer among their arguments is. Later calls of
-this kind allocate, fill in the pointers and launch.
+which binaries are launched, and which tensor or allocation each pointer argument points into. Later calls of this kind
+allocate, fill in the pointers and launch.
 
-Calls are of one kind if all is equal that checks, tile rules and launchers may look at: of every argument its type, of
-what is no tensor its value, of every tensor dtype, shape, device, strides and the address modulo 16. (How many
-exceptions compressed scales have is nothing to them: layers share their plans.) A call that raises leaves no plan, so
-one that is wrong is checked every time. Kinds hold no tensor, and nobody's identity.
+Two calls are of one kind if everything is equal that checks, tile rules and launchers may look at: the type of every
+argument, the value of everything that is not a tensor, and the dtype, shape, device, strides and address modulo 16 of
+every tensor. (The number of exceptions in compressed scales does not matter to them, so layers share plans.) A call
+that raises leaves no plan, so a faulty call is checked every time. Kinds hold no tensors and compare no identities.
 
-Not replayed is a call that runs any other operator of torch, launches past `launching.py`, gives a binary a pointer
-that may be of two tensors, or has an argument of another type; nor any while somebody looks on, through torch's
-dispatch modes or Triton's hooks. These calls run as they always did.
+A call is not replayed if it runs any other torch operator, launches without `launching.py`, passes a pointer that may
+belong to either of two tensors, or has an argument of another type. No call is replayed while somebody observes it
+through torch's dispatch modes or Triton's hooks. These calls run as usual.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _is_compiling, _num_modes = torch.compiler.is_compiling, torch._C._len_torch_dis
 _is_planned = operator.attrgetter("is_cuda")
 
 _Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-"""Compare types, dtypes, devices, shapes and strides of all tensors in one call."""
+"""Compares types, dtypes, devices, shapes and strides of all tensors in one call."""
 
 
 class _Kind:
-    """Calls of one kind: tensors that `matches` accepts. `plan` is None until the call came twice, then False where it
-    cannot be replayed."""
+    """Calls of one kind: those whose tensors `matches` accepts. `plan` is None until the second call, and False if the
+    call cannot be replayed."""
 
     __slots__ = ("matches", "plan")
 
@@ -56,9 +57,9 @@ class _Kind:
 
 
 class _Signature:
-    """Calls of one function with arguments of these types: `split` takes them apart into (tensors, plain values), with
-    no tensors if there are arguments of other types; of the tensors those in `of_any_size` are exceptions of compressed
-    scales. `kinds` has those together that have the same plain values and shapes of the first tensors."""
+    """Calls of one function with arguments of the same types. `split` separates them into (tensors, plain values); it
+    returns no tensors if an argument is of another type. `of_any_size` lists the tensors that are exceptions of
+    compressed scales. `kinds` groups calls by their plain values and the shapes of their first tensors."""
 
     __slots__ = ("kinds", "of_any_size", "second", "split")
 
@@ -74,9 +75,10 @@ _signatures: dict[tuple, _Signature] = {}
 
 
 def planned(function: Callable, arguments: tuple, described: tuple | None = None) -> Any:
-    """`function(*arguments)`, a function of a module that depends on its arguments alone.
+    """`function(*arguments)`. The function is a module-level one that depends on its arguments alone.
 
-    `described`: tensors, compressed scales and plain values that `arguments` consist of; None: they are such.
+    `described`: the tensors, compressed scales and plain values that `arguments` consist of; None if `arguments` are
+    such values themselves.
     """
     if _is_compiling() or current_recorder() is not None:
         return function(*arguments)
@@ -89,7 +91,7 @@ def planned(function: Callable, arguments: tuple, described: tuple | None = None
         return function(*arguments)
     try:
         addresses = list(map(_address_of, tensors))
-    except RuntimeError:  # sparse tensors, and those inside of torch.func, have none
+    except RuntimeError:  # sparse tensors and tensors inside torch.func have no address
         return function(*arguments)
     is_aligned = not functools.reduce(operator.or_, addresses) & 15
     alignment = is_aligned or tuple([address & 15 for address in addresses])
@@ -116,7 +118,7 @@ def planned(function: Callable, arguments: tuple, described: tuple | None = None
 def _add_kind(signature: _Signature, key: tuple, tensors: tuple) -> None:
     sizes: list[list[int | None]] = [list(tensor.shape) for tensor in tensors]
     for i in signature.of_any_size:
-        if sizes[i] != [0]:  # a null pointer, which a plan takes for a constant
+        if sizes[i] != [0]:  # an empty tensor's pointer is null, which a plan takes for a constant
             sizes[i] = [None] * len(sizes[i])
     strides = [list(tensor.stride()) for tensor in tensors]
     try:
@@ -124,14 +126,14 @@ def _add_kind(signature: _Signature, key: tuple, tensors: tuple) -> None:
     except (
         TypeError,
         RuntimeError,
-    ):  # torch does not promise them: no call is replayed where they take other arguments
+    ):  # torch does not promise these: if they take other arguments, no call is replayed
         return
     if len(signature.kinds) >= _MAX_KEYS:
         signature.kinds.clear()
     kinds = signature.kinds.setdefault(key, [])
     if len(kinds) >= _MAX_KINDS:
         kinds.clear()
-    # 0.0 and -0.0 are one key, but not always one result.
+    # 0.0 and -0.0 are the same key, but do not always give the same result.
     is_never = any(type(value) is float and value == 0 for value in key[0])
     kinds.append(_Kind(matches, False if is_never else None))
 
@@ -158,11 +160,12 @@ def _splitter(types: tuple[type, ...]) -> Callable[[tuple], tuple[tuple, tuple]]
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps what torch allocates, and sees whether it does more than that and views."""
+    """Keeps what torch allocates, and notices whether it does anything besides allocating and viewing."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch from 2.11 on would import its compiler, which takes seconds, to keep that out of the mode."""
+        """Without this, torch 2.11 and later would import its compiler, which takes seconds, only to exempt it from the
+        mode."""
         return False
 
     def __init__(self) -> None:

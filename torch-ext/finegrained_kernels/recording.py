@@ -1,4 +1,4 @@
-"""What a call launches, written down for `plans.py` by those who launch."""
+"""A record of what a call launches, written by the launchers for `plans.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class Launch(NamedTuple):
-    """A launch past Triton: the binary's launcher and what it is given; `hooks` is the kernel's list of them."""
+    """A launch without Triton's launch path: the binary's launcher and its arguments. `hooks` are the kernel's own."""
 
     run: Any
     function: Any
@@ -23,7 +23,7 @@ class Launch(NamedTuple):
 
 
 class Recorder:
-    """What a call launches, for `plans.py`; complete unless something is launched that is not written down here."""
+    """All launches of a call, for `plans.py`; complete unless something is launched without being recorded here."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
@@ -39,13 +39,13 @@ _current = _Current()
 
 
 def current_recorder() -> Recorder | None:
-    """The one that this thread's launches are written to, if any."""
+    """The recorder of this thread's launches, if there is one."""
     return _current.recorder
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Write this thread's launches down."""
+    """Record this thread's launches."""
     _current.recorder = new = Recorder()
     try:
         yield new
@@ -54,13 +54,13 @@ def recording() -> Iterator[Recorder]:
 
 
 def forgo_plan() -> None:
-    """The call that is being recorded, if any, does what a replay would not."""
+    """Say that the call that is being recorded, if any, does something that a replay would not do."""
     if _current.recorder is not None:
         _current.recorder.is_complete = False
 
 
 def picker(indices: list[int]) -> Callable[[Any], tuple]:
-    """`operator.itemgetter`, but always to a tuple."""
+    """Like `operator.itemgetter`, but always returns a tuple."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return (lambda items: (items[indices[0]],)) if indices else (lambda items: ())

@@ -26,7 +26,7 @@ def swizzled_shape(num_rows: int, num_cols: int) -> tuple[int, int, int, int]:
 def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
     """Swizzled copy [.., ceil(N/128), ceil(C/4), 32, 16] of dense one-byte scales [.., N, C], same dtype.
 
-    Raises ValueError for what is no tensor of one-byte elements and two dimensions or more.
+    Raises ValueError unless it is a tensor of one-byte elements with at least two dimensions.
 
     >>> scales = torch.arange(16 * 6, dtype=torch.uint8).view(16, 6)
     >>> swizzled = swizzle_mx_scales(scales)
@@ -51,7 +51,7 @@ def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
 def unswizzle_mx_scales(swizzled: torch.Tensor, *, num_rows: int, num_cols: int) -> torch.Tensor:
     """Dense scales [.., num_rows, num_cols] of a swizzled tensor, same dtype; the inverse of `swizzle_mx_scales`.
 
-    Raises ValueError for a tensor of another shape than such a plane has when it is swizzled.
+    Raises ValueError if the tensor's shape is not that of a swizzled plane of this size.
     """
     if not isinstance(swizzled, torch.Tensor):
         raise ValueError(f"swizzled: expected a tensor, got {type(swizzled).__name__}")

@@ -18,14 +18,15 @@ def col_tiles(num_cols: int) -> int:
 
 @triton.constexpr_function
 def swizzled_bytes(num_rows: int, num_cols: int) -> int:
-    """Of a plane, swizzled."""
+    """Bytes of a swizzled plane."""
     row_tiles, col_tiles, *tile = plane_shape(num_rows, num_cols)
     return row_tiles * col_tiles * tile[0] * tile[1]
 
 
 @triton.jit
 def swizzled_offset(row, col, COL_TILES: tl.constexpr, UNIT: tl.constexpr):
-    """Where column `col` of a row is in its plane. Columns are counted in UNIT bytes, 1 or 2, and so is the result."""
-    COLS: tl.constexpr = 4 // UNIT  # of a tile
+    """The offset of column `col` of a row in its plane. Columns and the result are counted in units of UNIT bytes, 1 or
+    2."""
+    COLS: tl.constexpr = 4 // UNIT  # per tile
     tile = row // 128 * COL_TILES + col // COLS
     return tile * (128 * COLS) + row % 32 * (4 * COLS) + row // 32 % 4 * COLS + col % COLS

@@ -22,7 +22,7 @@ from .first_launch import prepare_launches
 from .moe.experts import NVFP4Experts
 
 _WORKER_BYTES = 1 << 30
-"""Memory that a process needs: torch, Triton and a compiler at work."""
+"""Bytes of memory that a process needs for torch, Triton and a running compiler."""
 
 _EXPERT_FIELDS = (
     *("gate_up", "gate_up_scales", "gate_up_global", "gate_up_input_global"),
@@ -42,30 +42,30 @@ def warm_up(
     max_workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Compile the kernels that calls of `layers` will launch, side by side, into Triton's cache, where this program and
+    """Compile the kernels that calls of `layers` will launch, in parallel, into Triton's cache, where this program and
     later ones find them.
 
-    The kernels are those that the default rules choose: calls of `moe_forward` without `strategy`, and of `matmul_2d`
-    without gate or requantized output. Layers of equal shapes are one. They are compiled by a program of its own, which
-    imports this bundle alone and sees no GPU, in as many processes as there are cores, and memory for.
+    The kernels are those that the default rules choose for calls of `moe_forward` without `strategy`, and of
+    `matmul_2d` without gate or requantized output. Layers of equal shapes share them. A separate program compiles them,
+    which imports this bundle alone and sees no GPU; it runs as many processes as there are cores and memory for.
 
     Args:
         layers: `NVFP4Experts`, or pairs of a weight uint8 `[N, K / 2]` and its scales, as `matmul_2d` takes them; one
-            or several. Shapes and dtypes are all that is read: tensors may be on the meta device.
-        tokens: the numbers of tokens that calls may have.
+            or several. Only shapes and dtypes are read, so tensors may be on the meta device.
+        tokens: the numbers of tokens that a call may have.
         formats: values of `activation_format`.
-        top_k: experts a token.
+        top_k: experts per token.
         dtype: of the activations.
         device: the GPU; by default the layers', or the current one if they are on the meta device.
-        max_workers: most processes at a time.
-        progress: called with the number of kernels that are ready, and of all, each time one is.
+        max_workers: how many processes may run at a time.
+        progress: called with (kernels that are ready, all kernels) each time one becomes ready.
 
     Returns:
-        How many kernels are ready; 0, at once, without an NVIDIA GPU or Triton for it.
+        How many kernels are ready; 0, immediately, if there is no NVIDIA GPU or no Triton for it.
 
     Raises:
         ValueError, TypeError: naming the argument.
-        RuntimeError: the program failed; with what it said.
+        RuntimeError: the program failed. The message has its output.
     """
     is_pair = isinstance(layers, tuple) and len(layers) == 2 and isinstance(layers[0], torch.Tensor)
     several: list[Any] = [layers] if is_pair or isinstance(layers, NVFP4Experts) else list(layers)
@@ -117,7 +117,7 @@ def _describe_tensor(value: torch.Tensor | NVFP4CSFScales | None) -> dict[str, A
     if value is None:
         return None
     if isinstance(value, NVFP4CSFScales):
-        parts = value.state_dict().items()  # how many exceptions there are is nothing to a kernel
+        parts = value.state_dict().items()  # kernels do not depend on the number of exceptions
         return {name: {**_shape_of(part), **({"shape": [64]} if name == "exceptions" else {})} for name, part in parts}
     return _shape_of(value)
 
@@ -131,7 +131,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _gpu_of(layers: Sequence[Layer], device: torch.device | str | None) -> torch.device | None:
-    """The GPU to compile for; None without one that these kernels are launched on past Triton."""
+    """The GPU to compile for; None if there is none on which `launching.py` launches these kernels itself."""
     if device is None:
         first = layers[0] if layers else None
         tensor = first.gate_up if isinstance(first, NVFP4Experts) else first[0] if first else None
@@ -152,7 +152,7 @@ def _facts_of(device: torch.device) -> dict[str, Any]:
 
 
 def _record_of(task: dict[str, Any]) -> Path:
-    """A file in Triton's cache that lists what a warm-up like this one made there."""
+    """The file in Triton's cache that lists what an equal warm-up has compiled there."""
     import triton
 
     versions = torch.__version__, triton.__version__, sys.version
@@ -161,7 +161,7 @@ def _record_of(task: dict[str, Any]) -> Path:
 
 
 def _read_record(record: Path) -> list[str] | None:
-    """The kernels in the cache, if all are there."""
+    """The kernels that the record lists, if all of them are in the cache."""
     try:
         caches = json.loads(record.read_text())
     except (OSError, ValueError):
@@ -170,7 +170,7 @@ def _read_record(record: Path) -> list[str] | None:
 
 
 def _compile(task: dict[str, Any], progress: Callable[[int, int], None] | None) -> list[str]:
-    """Run the program that compiles; the places in Triton's cache of all kernels."""
+    """Run the program that compiles. Returns where each kernel is in Triton's cache."""
     program = [sys.executable, str(Path(__file__).with_name("warming_worker.py"))]
     caches: list[str] = []
     total = 0
@@ -201,7 +201,7 @@ def _compile(task: dict[str, Any], progress: Callable[[int, int], None] | None) 
 
 
 def _kill_all(process: subprocess.Popen) -> None:
-    """End a program and the processes that it made, which are a group of their own."""
+    """Kill a program and the processes that it started; together they are a process group."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -214,7 +214,7 @@ def _num_cores() -> int:
 
 
 def _free_bytes() -> int:
-    """Memory that programs may take; as much as one needs where the system does not say."""
+    """Bytes of memory that are free; enough for one process if the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""A program: compiles kernels ahead of their first launch. Started by `warming.py`, which writes what is to be done to
-its standard input; it prints a line for each kernel.
+"""A program that compiles kernels before their first launch. `warming.py` starts it and writes the task to its standard
+input; it prints a line for each kernel.
 
-It imports the bundle, under the name that it has there, and nothing of the program around it. It sees no GPU: Triton
-is given a driver that only names one, calls are made on placeholders of tensors, and instead of launching, each kernel
-of theirs is compiled into Triton's cache as its launch would. When it knows the kernels it becomes several processes,
-so that what takes seconds to import is imported once.
+It imports the bundle, under the name that it has in the program that started it, and nothing else of that program. It
+sees no GPU: Triton gets a driver that only names one, and calls are made on placeholder tensors. Their kernels are not
+launched, but compiled into Triton's cache as their launch would do it. Once it knows the kernels it forks into several
+processes, so that what takes seconds to import is imported only once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBER_BYTES = 2
 
 def main() -> None:
     task = json.loads(sys.stdin.read())
-    os.putenv("CUDA_VISIBLE_DEVICES", "")  # what torch, imported below, reads of itself
+    os.putenv("CUDA_VISIBLE_DEVICES", "")  # torch, imported below, reads it
     os.putenv("OMP_NUM_THREADS", "1")
     sys.path[:] = task["sys_path"]
     digest = take_digest()
@@ -41,25 +41,26 @@ def main() -> None:
     say({"total": len(jobs)})
     steps: list[Callable[[], dict]] = [build_driver, *(functools.partial(compile_kernel, *job) for job in jobs)]
     gc.freeze()
-    gc.disable()  # it would look at all of torch again and again, and write to memory that the processes share
+    gc.disable()  # it would walk through all of torch again and again, and write to memory that the processes share
     queue = numbers_up_to(len(steps))
     first = os.getpid()
     others = fork(min(task["workers"], len(jobs)) - 1)
     while number := os.read(queue, NUMBER_BYTES):
         say(steps[int.from_bytes(number, "little")]())
     if os.getpid() != first:
-        os._exit(0)  # what torch would do before takes half a second
+        os._exit(0)  # torch's own clean-up takes half a second
     if any(os.waitpid(process, 0)[1] for process in others):
         sys.exit("a process ended before its kernels were compiled")
 
 
 def say(what: dict) -> None:
-    """A line to whoever started this, in one write: processes share the pipe, and print() may take several."""
+    """Send a line to whoever started this, in a single write: processes share the pipe, and print() may use several."""
     os.write(1, f"{json.dumps(what)}\n".encode())
 
 
 def build_driver() -> dict:
-    """Have Triton compile the C that loads its binaries. Without a driver to link it to, its launches will say so."""
+    """Have Triton compile the C code that loads its binaries. If there is no driver to link it to, the first launch
+    says so."""
     from triton.backends.nvidia.driver import CudaUtils
 
     with contextlib.suppress(Exception):
@@ -68,7 +69,8 @@ def build_driver() -> dict:
 
 
 def take_digest() -> threading.Thread:
-    """Have Triton read all of itself, which is part of every name in its cache, while torch is imported."""
+    """Have Triton compute the digest of its own files, which every name in its cache contains, while torch is
+    imported."""
     import triton
 
     thread = threading.Thread(target=getattr(triton.runtime.cache, "triton_key", None))
@@ -77,7 +79,7 @@ def take_digest() -> threading.Thread:
 
 
 def numbers_up_to(count: int) -> int:
-    """A pipe that holds the numbers below `count`, for whichever process reads them, and then ends."""
+    """A pipe from which processes read the numbers below `count`, each number once, and then its end."""
     readable, writable = os.pipe()
     for number in range(count):
         os.write(writable, number.to_bytes(NUMBER_BYTES, "little"))
@@ -86,7 +88,7 @@ def numbers_up_to(count: int) -> int:
 
 
 def fork(count: int) -> list[int]:
-    """`count` more processes like this one, where the system can do that; their ids, and in them none."""
+    """Fork `count` processes, if the system can. Returns their ids, and in each of them an empty list."""
     others: list[int] = []
     for _ in range(count if hasattr(os, "fork") else 0):
         process = os.fork()
@@ -108,7 +110,7 @@ def load_bundle(name: str, directory: Path) -> ModuleType:
 
 
 def pretend_gpu(device: dict[str, Any]) -> None:
-    """What launchers and Triton ask of the GPU that kernels are compiled for."""
+    """Answer what launchers and Triton ask about the GPU that kernels are compiled for."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -120,7 +122,7 @@ def pretend_gpu(device: dict[str, Any]) -> None:
         "get_device_properties": lambda index=None: SimpleNamespace(multi_processor_count=device["num_sms"]),
         "current_device": lambda: 0,
         "current_stream": lambda index=None: SimpleNamespace(cuda_stream=0),
-        "is_current_stream_capturing": lambda: True,  # constants are kept nowhere then
+        "is_current_stream_capturing": lambda: True,  # during a capture no constants are kept
     }
     for name, function in patches.items():
         setattr(torch.cuda, name, function)
@@ -133,11 +135,11 @@ def pretend_gpu(device: dict[str, Any]) -> None:
 
 
 class OtherLibrary(Exception):
-    """What follows is a library's, and needs no compiler."""
+    """The rest of a call is done by a library, so there is nothing to compile."""
 
 
 def find_kernels(bundle: ModuleType, task: dict[str, Any]) -> dict[tuple, tuple]:
-    """Kernel, constants and what stands for its arguments, of every kernel that these layers' calls launch."""
+    """Every kernel that these layers' calls launch, with its constants and stand-ins for its arguments."""
     launching, placeholders = (
         importlib.import_module(f"{bundle.__name__}.{name}") for name in ("launching", "placeholders")
     )
@@ -154,7 +156,7 @@ def find_kernels(bundle: ModuleType, task: dict[str, Any]) -> dict[tuple, tuple]
 
     launching.BoundKernel.__call__ = note
     routing: Any = importlib.import_module(f"{bundle.__name__}.moe.routing")
-    routing._schedule_by_sort = routing._schedule_fake  # torch's kernels alone
+    routing._schedule_by_sort = routing._schedule_fake  # it launches only torch's own kernels
     with placeholders.Placeholders():
         for layer in task["layers"]:
             call_experts(bundle, layer, task) if layer["kind"] == "experts" else call_linear(bundle, layer, task)
@@ -162,7 +164,7 @@ def find_kernels(bundle: ModuleType, task: dict[str, Any]) -> dict[tuple, tuple]
 
 
 def stand_in(argument: Any) -> Any:
-    """What Triton takes for a tensor that is not there: aligned, of the same dtype."""
+    """What Triton accepts in place of an argument; for a tensor, an aligned one of the same dtype."""
     import torch
     from triton.runtime.jit import MockTensor
 
@@ -175,7 +177,7 @@ def stand_in(argument: Any) -> Any:
 
 
 def class_of(value: Any, specialized: bool) -> Any:
-    """At least as fine as Triton tells arguments apart."""
+    """A key that distinguishes arguments at least as finely as Triton does."""
     if isinstance(value, tuple):
         return tuple(class_of(item, specialized) for item in value)
     if type(value) is int:
@@ -184,7 +186,7 @@ def class_of(value: Any, specialized: bool) -> Any:
 
 
 def fake(described: Any, bundle: ModuleType) -> Any:
-    """A tensor, scales, or None, of a description that `warming.py` made."""
+    """The tensor, scales or None that `warming.py` described."""
     import torch
 
     if described is None:
@@ -216,7 +218,7 @@ def call_experts(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any]
         is_batched = forward.is_batched(rows)
         tiled = min(rows, num_experts) if is_batched else rows
         configs = [config_of(tiled) for config_of in choose]
-        is_one = num_tokens == 1  # one global then is no global a row
+        is_one = num_tokens == 1  # then one global for each row is just one global
         way = scheduling.takes_one_launch(rows, num_experts), scheduling.fits(rows, num_experts)
         kinds.setdefault((is_batched, is_one, *way, *configs), num_tokens)
     for num_tokens in kinds.values():
@@ -254,12 +256,13 @@ def call_linear(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any])
 
 
 def config_chooser(bundle: ModuleType, weight: Any, scales: Any, result_bytes: int) -> Callable[[int], Any]:
-    """The tiles of calls on a stack of weights, by their number of rows."""
+    """A function from a call's number of rows to the tiles that it uses on a stack of weights."""
     gemm: Any = importlib.import_module(f"{bundle.__name__}.gemm.config")
     capability: Any = importlib.import_module(f"{bundle.__name__}.gemm.capability")
     device, (num_experts, rows, half) = weight.device, weight.shape
     depth = 2 * half
-    # Scales of rows that are too long, or no whole words, are decoded before; other kernels have tiles of one kind.
+    # Scales of rows that are too long, or not whole words, are decoded before the GEMM. Other kernels have only one
+    # kind of tile.
     has_tiles = capability.kernel_of(device, depth, True) == capability.TENSOR_CORE
     is_read = has_tiles and capability.reads_compressed_on(device, depth, True)
     is_compressed = is_read and isinstance(scales, bundle.NVFP4CSFScales)
@@ -267,7 +270,7 @@ def config_chooser(bundle: ModuleType, weight: Any, scales: Any, result_bytes: i
 
 
 def cost(job: tuple) -> tuple:
-    """Which of two kernels takes longer to compile, roughly: the largest are begun first."""
+    """A sort key: roughly how long a kernel takes to compile. The largest are started first."""
     kernel, constants, _ = job
     tile, shape = constants.get("TILE"), constants.get("SHAPE")
     size = getattr(tile, "BLOCK_N", 0) * getattr(tile, "BLOCK_T", 0) * (4 if "wgmma" in kernel.fn.__name__ else 1)
@@ -275,7 +278,7 @@ def cost(job: tuple) -> tuple:
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], arguments: tuple) -> dict[str, Any]:
-    """Where in Triton's cache the kernel is now, and whether it was there before."""
+    """Compile a kernel. Returns where it is in Triton's cache, and whether it was there before."""
     import triton
     from triton.runtime.cache import get_cache_manager
 
@@ -286,7 +289,7 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], arguments: tuple) -> 
 
     triton.knobs.compilation.listener = listen
     compiled = kernel.run(*arguments, grid=(1,), warmup=True, **constants)
-    if triton.__version__.startswith("3.6."):  # whose launchers are C that is compiled for each signature
+    if triton.__version__.startswith("3.6."):  # its launchers are C code, compiled for each signature
         from triton.backends.nvidia.driver import CudaLauncher
 
         CudaLauncher(compiled.src, compiled.metadata)

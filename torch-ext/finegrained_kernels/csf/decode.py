@@ -1,4 +1,4 @@
-"""Compressed scales to bytes: `decompress_nvfp4_csf_scales` and the workspace it writes.
+"""Decodes compressed scales: `decompress_nvfp4_csf_scales` and the size of its workspace.
 
 Decoding is `base[row] + code[row, col]`, then every exception overwrites its byte (docs/format.md, "Decoding").
 Bytes are opaque: nothing here converts them to numbers.
@@ -29,7 +29,7 @@ def csf_workspace_size(scales: NVFP4CSFScales, *, swizzled: bool = False) -> int
     """Bytes that `decompress_nvfp4_csf_scales` writes for `scales`: `E * N * C`, or `E` padded swizzled planes.
 
     Raises:
-        ValueError: `scales` is no `NVFP4CSFScales` of this bundle.
+        ValueError: `scales` is not an `NVFP4CSFScales` of this bundle.
     """
     size, _, _ = _output_layout(scales, swizzled)
     return size
@@ -67,19 +67,20 @@ def decompress_nvfp4_csf_scales(
         workspace: contiguous uint8 tensor of at least `csf_workspace_size(scales, swizzled=swizzled)` bytes, at any
             byte offset. Its first bytes are written, nothing else is. None: a new one is allocated.
         expert_start: int32 `[E + 1 or more]`, read on the device. Only planes `e` with
-            `expert_start[e] < expert_start[e + 1]` are decoded, whatever the entries; the others' bytes stay as they
-            are (zero in a new workspace). None: every plane is decoded.
-        max_active: at most so many planes are active, say tokens x top-k. Sizes the launch, never the result.
+            `expert_start[e] < expert_start[e + 1]` are decoded, whatever the entries are. The bytes of all other planes
+            stay as they are (zero in a new workspace). None: every plane is decoded.
+        max_active: an upper bound on the number of active planes, for example tokens x top-k. It affects the size of
+            the launch, never the result.
         swizzled: write the 32x4x4 form that block-scaled MMA reads, padding bytes zero, instead of rows.
 
     Returns:
         A view of the workspace: float8_e4m3fn `[E, N, C]`, or `[E, ceil(N / 128), ceil(C / 4), 32, 16]` if swizzled.
 
     Raises:
-        ValueError: a workspace or `expert_start` of another dtype, device or rank, or too short; a workspace that
-            shares memory with `scales` or `expert_start`; a device that is no CPU or GPU. Nothing is written.
+        ValueError: the workspace or `expert_start` has another dtype, device or rank, or is too short; the workspace
+            shares memory with `scales` or `expert_start`; the device is neither a CPU nor a GPU. Nothing is written.
 
-    Bytes moved: `E * (N + N * C / 2 + N * C)` and 4 an exception.
+    Bytes moved: `E * (N + N * C / 2 + N * C)`, and 4 for each exception.
     """
     return planned(_decompress, (scales, workspace, expert_start, max_active, swizzled))
 
@@ -114,7 +115,7 @@ def decode_into(
     max_active: int | None,
     swizzled: bool = False,
 ) -> torch.Tensor:
-    """`decompress_nvfp4_csf_scales` of arguments that were checked before."""
+    """`decompress_nvfp4_csf_scales`, for arguments that have been checked."""
     size, shape, strides = _output_layout(scales, swizzled)
     tensors = (scales.bases, scales.codes, scales.exceptions, scales.exception_offsets)
     if torch.compiler.is_compiling():
@@ -122,7 +123,7 @@ def decode_into(
         ops.csf_decode(*tensors, out, expert_start, swizzled, max_active)
         return out.view(torch.float8_e4m3fn).view(shape)
     csf_decode(*tensors, workspace, expert_start, swizzled, max_active)
-    # Two views, as four would cost the CPU more than the launch.
+    # Only two views: four would take more CPU time than the launch.
     return workspace.view(torch.float8_e4m3fn).as_strided(shape, strides)
 
 
@@ -140,8 +141,8 @@ def _check_workspace(workspace: torch.Tensor, scales: NVFP4CSFScales, size: int)
 
 
 def check_apart(name: str, workspace: torch.Tensor, size: int, sources: dict[str, torch.Tensor | None]) -> None:
-    """Raise `ValueError` if the first `size` bytes of `workspace`, which are written, are bytes of a tensor that is
-    read meanwhile, or later. Compiled code has no addresses to compare."""
+    """Raise `ValueError` if the first `size` bytes of `workspace`, which will be written, overlap a tensor in
+    `sources`, which is read meanwhile or later. Does nothing in compiled code, which has no addresses to compare."""
     if torch.compiler.is_compiling():
         return
     begin = workspace.data_ptr()
@@ -156,11 +157,11 @@ def csf_decode(
     exceptions: torch.Tensor,
     exception_offsets: torch.Tensor,
     out: torch.Tensor,
-    expert_start: Optional[torch.Tensor],  # noqa: UP045  (the op's schema is read from here on Python 3.9)
+    expert_start: Optional[torch.Tensor],  # noqa: UP045  (torch reads the op's schema from it, also on Python 3.9)
     swizzled: bool,
     max_active: Optional[int] = None,  # noqa: UP045
 ) -> None:
-    """Decode into the first bytes of `out`. Arguments are the validated ones of the public function."""
+    """Decode into the first bytes of `out`. The arguments are those of the public function, already validated."""
     if out.device.type != "cpu":
         launch_decode = _gpu_decoder()
         launch_decode(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, max_active)
@@ -173,13 +174,14 @@ def csf_decode(
 
 @functools.lru_cache(maxsize=None)
 def _gpu_decoder() -> Callable[..., None]:
-    """Imported where there is a GPU, as CPU builds of torch come without triton, and once: the statement has a cost."""
+    """Imported only for a GPU, because CPU builds of torch come without triton, and only once, because an import
+    statement costs time."""
     from .decode_triton import launch_decode
 
     return launch_decode
 
 
-# The op of compiled code. Eager calls go to the function itself: dispatch would cost more than the launch.
+# The op is for compiled code. Eager calls use the function itself: dispatch would cost more than the launch.
 torch.library.custom_op(add_op_namespace_prefix("csf_decode"), mutates_args={"out"})(csf_decode)
 
 
@@ -189,7 +191,8 @@ def _(bases, codes, exceptions, exception_offsets, out, expert_start, swizzled, 
 
 
 def _decode_torch(scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch.Tensor | None, swizzled: bool) -> None:
-    """The same bytes as the kernel, by torch operators on one thread, a cache-sized run of planes at a time."""
+    """Write the same bytes as the kernel, with torch operators on one thread, as many planes at a time as fit in
+    cache."""
     num_planes, num_rows, num_cols = scales.shape
     if expert_start is None:
         runs = [(0, num_planes)]
@@ -205,10 +208,10 @@ def _decode_torch(scales: NVFP4CSFScales, out: torch.Tensor, expert_start: torch
 
 
 def decode_planes(scales: NVFP4CSFScales, first: int, last: int) -> torch.Tensor:
-    """Decode planes `first` to `last` into a new uint8 `[last - first, N, C]`.
+    """Decode planes `[first, last)` into a new uint8 `[last - first, N, C]`.
 
-    Two codes become two bytes of one int16: `(pair | pair << 4) & 0x0F0F`; adding `base * 0x0101` never carries
-    between them, as base + code stays below 256.
+    Two codes become the two bytes of an int16: `(pair | pair << 4) & 0x0F0F`. Adding `base * 0x0101` never carries from
+    one to the other, because base + code stays below 256.
     """
     pairs = scales.codes[first:last].to(torch.int16)
     pairs |= pairs << 4
