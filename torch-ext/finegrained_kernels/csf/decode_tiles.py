@@ -1,12 +1,12 @@
-"""One tile of decoding: the words of the fixed stream first, then, after a barrier, the exceptions among them.
+"""Decodes one tile: first the words of the fixed stream, then, after a barrier, the exceptions among them.
 
-A program owns its tile's output bytes and writes nothing else, so no other program touches them and the order is
-settled inside it. The first exceptions are asked for before anything is stored; bases and codes too, but for those of a
-wide swizzled tile, which takes several passes, and of the bytes at an unaligned tile's ends.
+A program owns its tile's output bytes and writes nothing else. No other program touches them, so the order of writes is
+settled inside the program. The first exceptions are loaded before anything is stored. So are bases and codes, except
+those of a wide swizzled tile, which takes several passes, and those of the bytes at the ends of an unaligned tile.
 
-A workspace may start at any byte. Words are stored at aligned addresses: with the workspace `shift` bytes past one,
-each stored word is the end of one decoded word and the start of the next, and the bytes at the tile's two ends are
-stored one by one.
+A workspace may start at any byte, but words are stored at aligned addresses. If the workspace starts `shift` bytes past
+an aligned address, each stored word is the end of one decoded word and the start of the next, and the bytes at the two
+ends of the tile are stored one by one.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Plane:
     ROWS: int
     COLS: int
     BYTES: int
-    """Of the plane, decoded."""
+    """Size of a decoded plane."""
 
 
 class Span(NamedTuple):
-    """Exceptions `[begin, end)`: those of the positions `[first, last)` of a plane, give or take an offset tile's."""
+    """Exceptions `[begin, end)`, which include those at positions `[first, last)` of a plane, and perhaps others of the
+    offset tiles at both ends."""
 
     begin: Any
     end: Any
@@ -59,7 +60,7 @@ def plane_span(offsets_ptr, plane, first, last, PLANE: tl.constexpr):
 
 @triton.jit
 def store_exceptions(out_ptr, words, mask, span, PLANE: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Store those of `words` whose position in the plane at `out_ptr` is in the span."""
+    """Store those exceptions of `words` whose position is in the span, into the plane at `out_ptr`."""
     position = exception_position(words)
     mask = mask & (position >= span.first) & (position < span.last)
     if SWIZZLED:
@@ -72,7 +73,8 @@ def store_exceptions(out_ptr, words, mask, span, PLANE: tl.constexpr, SWIZZLED: 
 def finish_with_exceptions(
     out_ptr, exceptions_ptr, words, span, PLANE: tl.constexpr, BLOCK_X: tl.constexpr, SWIZZLED: tl.constexpr
 ):  # fmt: skip
-    """Once all of the tile is stored, store its exceptions over it: `words`, loaded before, and any that are left."""
+    """Once the whole tile is stored, store its exceptions over it: `words`, which were loaded before, then any
+    others."""
     tl.debug_barrier()
     offs_x = span.begin + tl.arange(0, BLOCK_X)
     store_exceptions(out_ptr, words, offs_x < span.end, span, PLANE=PLANE, SWIZZLED=SWIZZLED)
@@ -84,20 +86,20 @@ def finish_with_exceptions(
 
 @triton.jit
 def spread_codes(x):
-    """Four codes of 4 bits each in the lower half of every 32 bits, to a byte each."""
+    """Spread the four 4-bit codes in the lower half of every 32 bits to one byte each."""
     x = (x | (x << 8)) & 0x00FF00FF00FF00FF
     return (x | (x << 4)) & 0x0F0F0F0F0F0F0F0F
 
 
 @triton.jit
 def row_words(bases_ptr, codes_ptr, offs, mask, NUM_COLS: tl.constexpr):
-    """Bytes `8 * offs` to `8 * offs + 7` of a row-major plane, without its exceptions, as uint64.
+    """Bytes `8 * offs` to `8 * offs + 7` of a row-major plane as uint64, before its exceptions are stored.
 
-    Eight columns lie in one row if 8 divides C, else each of the four pairs does, as C is even.
+    If 8 divides C, the eight columns are in one row. Otherwise the two columns of each pair are, because C is even.
     """
     x = tl.load(codes_ptr.to(tl.pointer_type(tl.uint32)) + offs, mask=mask, other=0).to(tl.uint64)
     x = spread_codes((x | (x << 16)) & 0x0000FFFF0000FFFF)
-    # Adding bases never carries from byte to byte: base + code < 256.
+    # Adding bases never carries from one byte to the next: base + code < 256.
     if NUM_COLS % 8 == 0:
         base = tl.load(bases_ptr + offs // (NUM_COLS // 8), mask=mask, other=0).to(tl.uint64)
         x += base * 0x0101010101010101
@@ -150,19 +152,20 @@ def decode_row_tile(
 
 @triton.constexpr_function
 def code_parts(num_cols: int) -> int:
-    """Parts of a group of column tiles."""
+    """The number of parts in a group of column tiles."""
     return 2 if num_cols % 32 == 0 else 1
 
 
 @triton.constexpr_function
 def code_width(num_cols: int) -> int:
-    """Column tiles in each part, whose codes of a row are one word."""
+    """The number of column tiles in each part. A row's codes in one part are one word."""
     return 4 if num_cols % 16 == 0 else 2 if num_cols % 8 == 0 else 1
 
 
 @triton.jit
 def load_codes(codes_ptr, row, group, mask, NUM_COLS: tl.constexpr):
-    """The codes of a row in one group of column tiles, 16 bits a tile, by part; zero where there are none."""
+    """A row's codes in one group of column tiles: a word for each part, with 16 bits for each tile; zero where the mask
+    is false."""
     WIDTH: tl.constexpr = code_width(NUM_COLS)
     if code_parts(NUM_COLS) == 2:
         offs = (row * (NUM_COLS // 16) + group * 2)[:, None] + tl.arange(0, 2)[None, :]
@@ -183,7 +186,7 @@ def load_codes(codes_ptr, row, group, mask, NUM_COLS: tl.constexpr):
 
 @triton.jit
 def load_two_rows(codes_ptr, row, group, mask, num_rows, NUM_COLS: tl.constexpr):
-    """`load_codes` of `row` and of the row 32 further down."""
+    """`load_codes` for `row` and for the row 32 below it."""
     upper = load_codes(codes_ptr, row, group, mask & (row < num_rows), NUM_COLS)
     lower = load_codes(codes_ptr, row + 32, group, mask & (row + 32 < num_rows), NUM_COLS)
     return upper, lower
@@ -191,7 +194,7 @@ def load_two_rows(codes_ptr, row, group, mask, num_rows, NUM_COLS: tl.constexpr)
 
 @triton.jit
 def tiles_before(codes, carried, is_first, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """`codes`, but where `is_first` moved on by one column tile, after the last one of `carried`."""
+    """`codes`; where `is_first`, they are shifted by one column tile and begin with the last one of `carried`."""
     last: tl.constexpr = 16 * (WIDTH - 1)
     first_part = tl.where(is_first, (codes[0] << 16) | (carried[PARTS - 1] >> last), codes[0])
     second_part = tl.where(is_first, (codes[1] << 16) | (codes[0] >> last), codes[1])
@@ -200,7 +203,8 @@ def tiles_before(codes, carried, is_first, PARTS: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def load_bases(bases_ptr, row, num_rows):
-    """The base of `row` in the lower four bytes, that of the row 32 further down in the upper; zero past the last."""
+    """The base of `row` in each of the lower four bytes, and that of the row 32 below it in the upper four; zero past
+    the last row."""
     upper = tl.load(bases_ptr + row, mask=row < num_rows, other=0).to(tl.uint64)
     lower = tl.load(bases_ptr + row + 32, mask=row + 32 < num_rows, other=0).to(tl.uint64)
     return (upper | (lower << 32)) * 0x01010101
@@ -208,7 +212,7 @@ def load_bases(bases_ptr, row, num_rows):
 
 @triton.jit
 def add_bases(upper, lower, bases, col_tile, NUM_COLS: tl.constexpr):
-    """Four columns of two rows, as uint64, from 16 bits of codes each; zero past the last column."""
+    """Four columns of two rows as uint64, from 16 bits of codes for each row; zero past the last column."""
     x = spread_codes((upper & 0xFFFF) | ((lower & 0xFFFF) << 32))
     if NUM_COLS % 4 == 0:
         return x + bases
@@ -222,9 +226,9 @@ def decode_swizzled_tile(
 ):  # fmt: skip
     """Decode rows `[128 * i_tile, ...)` of a plane to `[ceil(C / 4), 32, 16]`.
 
-    The output's words of 8 bytes are counted in its order: two halves of a column tile's 16 bytes, 32 rows, column
-    tiles. A word is of two rows, 32 apart. Neighbouring words are of rows far apart, whose codes are loaded for a group
-    of column tiles at once.
+    The output's 8-byte words are numbered in the order in which they lie in memory: the two halves of 16 bytes, then 32
+    rows, then column tiles. A word holds bytes of two rows, 32 apart. Neighbouring words hold bytes of distant rows, so
+    codes are loaded for a whole group of column tiles at once.
     """
     NUM_ROWS: tl.constexpr = PLANE.ROWS
     NUM_COLS: tl.constexpr = PLANE.COLS
@@ -250,7 +254,7 @@ def decode_swizzled_tile(
     row = nth % 2 * 64 + nth // 2 % 32
     bases = load_bases(bases_ptr, row, num_rows)
     if not ALIGNED:
-        # What precedes a column tile's first word is the last of the tile before.
+        # A column tile's first word is preceded by the last word of the tile before it.
         is_first = nth % 64 == 0
         nth_before = (nth + 63) % 64
         row_before = nth_before % 2 * 64 + nth_before // 2

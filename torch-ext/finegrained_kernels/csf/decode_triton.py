@@ -1,8 +1,9 @@
-"""Decode compressed scale planes on a GPU, fixed stream and exceptions in one launch.
+"""Decodes compressed scale planes on a GPU, fixed stream and exceptions in one launch.
 
-Bytes moved: a base a row, half a byte in and one byte out a scale, 4 bytes an exception; the roof is a copy of as many.
+Bytes moved: one for each row (its base), half a byte in and one byte out for each scale, and 4 for each exception. The
+roof is a copy of as many bytes.
 
-Routing is read on the device. Every program ranks the active experts in `expert_start` and takes its share of their
+Routing is read on the device. Every program numbers the active experts in `expert_start` and takes its share of their
 tiles, so inactive planes cost nothing, not even an empty program.
 """
 
@@ -23,10 +24,10 @@ from .decode_tiles import Plane, Stream, decode_row_tile, decode_swizzled_tile
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """What `decode_kernel` is compiled for, but the planes.
+    """The compile-time options of `decode_kernel`, apart from the geometry of the planes.
 
-    A plane has TILES tiles of BLOCK words. With MANY not zero, tiles are MANY_BLOCK words, MANY_TILES of them, where so
-    many of the first BLOCK_E experts or more have rows. BLOCK_X exceptions are stored at a time.
+    A plane has TILES tiles of BLOCK words. If MANY is not zero, and at least MANY of the first BLOCK_E experts have
+    rows, it has MANY_TILES tiles of MANY_BLOCK words instead. BLOCK_X exceptions are stored at a time.
     """
 
     TILES: int
@@ -47,9 +48,9 @@ def decode_items(
     out_ptr, stream, expert, rank, found, item, shift,
     PLANE: tl.constexpr, LAUNCH: tl.constexpr, ARE_MANY: tl.constexpr,
 ):  # fmt: skip
-    """Decode the program's items from `item`, of plane `found - 1`, as long as their plane's expert is among `expert`.
+    """Decode this program's items, beginning with `item`, of plane `found - 1`, as long as their expert is in `expert`.
 
-    Returns the first item that is not, and zero.
+    Returns the first item whose expert is not, and zero.
     """
     TILES: tl.constexpr = LAUNCH.MANY_TILES if ARE_MANY else LAUNCH.TILES
     BLOCK: tl.constexpr = LAUNCH.MANY_BLOCK if ARE_MANY else LAUNCH.BLOCK
@@ -68,7 +69,7 @@ def decode_items(
 def decode_kernel(
     out_ptr, stream, expert_start_ptr, num_planes, shift, PLANE: tl.constexpr, LAUNCH: tl.constexpr
 ):  # fmt: skip
-    """Decode every plane, one tile a program, or if `LAUNCH.ROUTED` the planes of experts that have rows."""
+    """Decode every plane, one tile per program; if `LAUNCH.ROUTED`, only the planes of experts that have rows."""
     item = tl.program_id(0)
     if LAUNCH.ROUTED:
         num_seen = 0  # active experts in the blocks before this one
@@ -80,10 +81,10 @@ def decode_kernel(
             end = tl.load(expert_start_ptr + expert + 1, mask=mask, other=0)
             active = (end > begin).to(tl.int32)
             rank = tl.where(active > 0, num_seen + tl.cumsum(active) - 1, -1)
-            # The plane of the item's active expert, plus one; zero when it is not in this block.
+            # The plane of the item's active expert, plus one; zero if that expert is not in this block.
             found = tl.where(rank == item // LAUNCH.TILES, expert + 1, 0)
             if LAUNCH.MANY > 0:
-                # Both in one sum, as a sum takes longer than few planes' tiles do.
+                # Both in one sum, because a sum takes longer than the tiles of a few planes.
                 found = tl.sum(found | tl.where(rank == LAUNCH.MANY - 1, 1 << 30, 0))
                 are_many = are_many | ((first_expert == 0) & (found >= 1 << 30))
                 found = found & ((1 << 30) - 1)
@@ -95,7 +96,7 @@ def decode_kernel(
                     out_ptr, stream, expert, rank, found,
                     item=item, shift=shift, PLANE=PLANE, LAUNCH=LAUNCH, ARE_MANY=True,
                 )  # fmt: skip
-            # Nothing is left for it where many were found; as an `else` it would cost registers.
+            # If there were many experts, nothing is left to do here. An `else` would take more registers.
             item, found = decode_items(
                 out_ptr, stream, expert, rank, found,
                 item=item, shift=shift, PLANE=PLANE, LAUNCH=LAUNCH, ARE_MANY=False,
@@ -113,11 +114,11 @@ def decode_kernel(
 def decode_config(
     num_sms: int, num_planes: int, num_rows: int, num_cols: int, *, routed: bool, swizzled: bool, max_active: int | None
 ) -> dict:
-    """Grid and constants of `decode_kernel`, from shape and device alone.
+    """Grid and constants of `decode_kernel`, which depend on shape and device alone.
 
-    A routed launch with few active planes is bound by latency and wants few programs, one with many wants all the
-    loads in flight that fit: `max_active` says which. Unknown, few programs are launched, which take larger tiles where
-    they find many planes.
+    A routed launch with few active planes is bound by latency and should have few programs; one with many should have
+    as many loads in flight as fit. `max_active` says which it is. If it is None, few programs are launched, and they
+    take larger tiles if they find many active planes.
     """
     plane_bytes = num_rows * num_cols
     block, num_warps, programs_per_sm, many = 512, 4, 2, 0
@@ -158,7 +159,7 @@ def decode_launch(
     max_active: int | None,
     **overrides: int,
 ) -> tuple[tuple[int], BoundKernel]:
-    """Grid and kernel of one kind of launch. `overrides` replace entries of `decode_config`, for tuning."""
+    """Grid and kernel for one kind of launch. `overrides` replace entries of `decode_config`, for tuning."""
     config = decode_config(
         num_sms(device), num_planes, num_rows, num_cols, routed=routed, swizzled=swizzled, max_active=max_active
     )
@@ -169,7 +170,7 @@ def decode_launch(
 
 
 def plane_of(num_rows: int, num_cols: int) -> Plane:
-    """Planes of these rows and columns, for the kernels."""
+    """Describes planes of this size to the kernels."""
     return Plane(num_rows, num_cols, num_rows * num_cols)
 
 
@@ -184,14 +185,15 @@ def launch_decode(
     max_active: int | None = None,
     **overrides: int,
 ) -> None:
-    """Launch on the current stream of `out`'s device. `out` may be longer than what is written, from its start."""
+    """Launch on the current stream of `out`'s device. Writes from the start of `out`, which may be longer than the
+    result."""
     num_planes, num_rows, half_cols = codes.shape
     if codes.data_ptr() % 8:
         raise ValueError(f"codes: expected memory aligned to 8 bytes, got address {codes.data_ptr():#x}")
     shift = out.data_ptr() % 8
     if max_active is not None:
         max_active = min(max_active, num_planes)
-    grid, kernel = decode_launch(  # by position: names would cost the CPU more than the lookup
+    grid, kernel = decode_launch(  # by position: keywords would take more time than the lookup
         out.device, num_planes, num_rows, half_cols * 2, expert_start is not None, swizzled, shift == 0, max_active,
         **overrides,
     )  # fmt: skip

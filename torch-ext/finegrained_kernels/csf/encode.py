@@ -1,7 +1,8 @@
-"""Scale bytes to the wire form: `compress_nvfp4_csf_scales`.
+"""Encodes scale bytes into the wire form: `compress_nvfp4_csf_scales`.
 
-Lossless by construction: whatever a row's window does not cover is an exception. The row's base is the lowest one
-whose window covers the most bytes (docs/format.md, "Encoding"), so equal input gives equal bytes on every device.
+The encoding is lossless by construction: every byte that a row's window does not cover is an exception. A row's base is
+the lowest one whose window covers the most bytes (docs/format.md, "Encoding"), so equal input gives equal bytes on
+every device.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ _CHUNK_BYTES = 1 << 18
 """Bytes encoded at a time by torch, so that every pass after the first finds them, and their counters, in cache."""
 
 _CANDIDATES = 16
-"""Windows ranked at first. With 16 values each they reach 31 values."""
+"""How many windows are ranked at first. With 16 values each, they cover 31 values together."""
 
 _HIGH_NIBBLES = -0x0F0F0F0F0F0F0F10
 """0xF0 in each byte of an int64."""
 
 _MEAN_OFFSET = 18
-"""The first candidate starts this far below the mean: a narrow row's lowest best base is 15 below its top."""
+"""The first candidate is this far below the mean. In a row of few different values, the lowest best base is 15 below
+the largest."""
 
 
 def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | ExceptionList]:
@@ -38,9 +40,9 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
         asked for; `list(exceptions)` makes them all.
 
     Raises:
-        ValueError: dtype, rank or geometry.
+        ValueError: the dtype, the number of dimensions or the size of a plane is not as above.
 
-    One host sync on a GPU of NVIDIA or AMD, to size the exceptions.
+    One host sync on an NVIDIA or AMD GPU, to learn how many exceptions there are.
     """
     if not isinstance(scales, torch.Tensor) or scales.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise ValueError(f"scales must be float8_e4m3fn or uint8, got {kind_of(scales)}")
@@ -61,7 +63,8 @@ def compress_nvfp4_csf_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, words uint32 `[X]` and, on the CPU, planes' ends int64 `[E]`."""
+    """Encode uint8 `[E, N, C]`. Returns `fixed [E, bytes]`, words uint32 `[X]`, and where each plane's words end, int64
+    `[E]` on the CPU."""
     num_planes, num_rows, num_cols = planes.shape
     slab_rows, slab_bytes = NVFP4_CSF.rows_per_slab, NVFP4_CSF.slab_bytes(num_cols)
     slabs = planes.view(-1, slab_rows, num_cols)
@@ -71,8 +74,8 @@ def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     for first in range(0, slabs.shape[0], chunk_slabs):
         rows = slabs[first : first + chunk_slabs].view(-1, num_cols)
         bases = _choose_bases(rows)
-        codes = rows - bases[:, None]  # wraps below the base, so that one comparison finds both sides
-        # Eight codes at a time: few words have one beyond the window, and only their bytes are looked at one by one.
+        codes = rows - bases[:, None]  # wraps around below the base, so that one comparison finds bytes on both sides
+        # Eight codes at a time: few words have a code beyond the window, and only their bytes are looked at one by one.
         eights = codes.view(-1).view(torch.int64)
         at = (eights & _HIGH_NIBBLES).nonzero().view(-1)
         some = eights[at].view(torch.uint8)
@@ -94,21 +97,22 @@ def encode_torch(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _choose_bases(rows: torch.Tensor) -> torch.Tensor:
-    """The lowest base with the best coverage for each of uint8 `rows [R, C]`: uint8 `[R]`.
+    """The lowest base with the best coverage, uint8 `[R]`, for each of uint8 `rows [R, C]`.
 
-    Nearly always it is one of 16 near the row's mean, which a histogram of the 31 values they reach ranks. The counts
-    beyond prove it: a window below the first candidate covers no value from the candidates' 16th on, one above the
-    last covers no value before their 17th. Where the proof fails, all 241 windows are ranked.
+    Nearly always it is one of 16 candidates near the row's mean, which are ranked by a histogram of the 31 values that
+    they cover. The counts of other values prove it: a window below the first candidate covers none of the values from
+    the 16th on, and one above the last candidate covers none before the 17th. If the proof fails, all 241 windows are
+    ranked.
     """
     num_rows, num_cols = rows.shape
     last_first = NVFP4_CSF.max_base + 1 - _CANDIDATES
     first = (rows.sum(1, dtype=torch.int32) // num_cols - _MEAN_OFFSET).clamp_(0, last_first)
-    slots = rows - first.to(torch.uint8)[:, None]  # values out of reach, on both sides, get 31 or more
+    slots = rows - first.to(torch.uint8)[:, None]  # values that no candidate covers, on either side, get 31 or more
     slots.clamp_(max=2 * _CANDIDATES - 1)
-    # A row of counts for each slot, so that everything after this runs along the rows of `rows`.
+    # One row of counts for each slot, so that everything below is vectorized over `rows`.
     bins = torch.add(torch.arange(num_rows, dtype=torch.int32, device=rows.device)[:, None], slots, alpha=num_rows)
     counts = torch.bincount(bins.view(-1), minlength=2 * _CANDIDATES * num_rows).view(-1, num_rows).to(torch.int32)
-    coverage = counts[:-1]  # of windows of 1, 2, 4, 8 and then 16 values
+    coverage = counts[:-1]  # for windows of 1, 2, 4, 8 and finally 16 values
     for width in (1, 2, 4, 8):
         coverage = coverage[:-width] + coverage[width:]
     lowest_first = torch.arange(_CANDIDATES - 1, -1, -1, dtype=torch.int32, device=rows.device)[:, None]

@@ -1,15 +1,17 @@
-"""Encode scale planes on a GPU: one kernel chooses bases and counts exceptions, two sum those, along a plane's rows and
-along the planes, and one writes codes and exceptions.
+"""Encodes scale planes on a GPU, with four kernels. The first chooses bases and counts exceptions, two sum these
+counts, within each plane and over the planes, and the last writes codes and exceptions.
 
-Bytes moved: every scale byte twice, 0.5 and a base a row written, 4 an exception. The host waits once, to learn how
-many exceptions there are, and the GPU idles until it has launched the last kernel: what can be done before it waits, or
-after that launch, is done there. Codes and exceptions are left to the last kernel, so that it outlasts what the host
-does until it launches the next stack's first.
+Bytes moved: every scale byte is read twice; half a byte for each scale, one for each row (its base) and 4 for each
+exception are written. The host waits once, to learn how many exceptions there are, and the GPU is idle until the host
+has launched the last kernel. So everything that can be done before the host waits, or after that launch, is done then.
+The last kernel writes the codes too, so that it runs longer than the host needs to launch the next stack's first
+kernel.
 
 A row's base is the lowest of 241 whose window of 16 values covers the most bytes. Windows are ranked eight at a time,
-from around the row's mean, and further down or up until counts prove that no other can win: one further down covers at
-most the bytes not above its top, one further up at most those not below its base. Nearly always the first eight do.
-They are ranked by bits: eight words hold one bit each of 32 bytes, so that an operation compares all 32.
+starting around the row's mean and going down or up until counts prove that no other window can win: a lower one covers
+at most the bytes not above its top, and a higher one at most those not below its base. Nearly always the first eight
+are enough. They are ranked bit by bit: each of eight words holds one bit of 32 bytes, so that one operation handles all
+32.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ from ..launching import BoundKernel, bind
 from .words_triton import exception_word
 
 EACH = tl.constexpr(0x01010101)
-"""Multiplier that puts one value into each of four bytes."""
+"""Multiplier that copies one value into each of four bytes."""
 TOP_BITS = tl.constexpr(0x80808080)
 LAST = tl.constexpr(233)
-"""The last value to rank eight windows from: bases end at 240."""
+"""The highest first base of eight windows: bases end at 240."""
 
 
 @triton.jit
 def load_words(planes_ptr, rows, mask_r, word, NUM_COLS: tl.constexpr):
-    """Four columns a word, from column `4 * word`, uint32; zero past the last column."""
-    # Compared in words: Triton loads several at once only where it sees that they share their mask.
+    """Columns `4 * word` to `4 * word + 3` as uint32; zero past the last column."""
+    # The mask compares words: Triton loads several at once only if it sees that they share a mask.
     mask = mask_r[:, None] & (word < (NUM_COLS + 3) // 4)
     if NUM_COLS % 4 == 0:
         words_ptr = planes_ptr.to(tl.pointer_type(tl.uint32)) + rows[:, None] * (NUM_COLS // 4)
@@ -57,9 +59,10 @@ def sum_bytes(words):
 
 @triton.jit
 def load_four_words(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LANES: tl.constexpr):
-    """Words from `first` of a row, four a lane: `[rows, LANES]` each, those of a lane in one thread.
+    """Four words of a row for each lane, from word `first` on, as four `[rows, LANES]`. A lane's words are in one
+    thread.
 
-    They are loaded by fours, or by twos where rows start at no multiple of 16 bytes, if planes start at one.
+    If planes start at a multiple of 16 bytes, they are loaded four at a time, or two at a time if rows do not.
     """
     if NUM_COLS % 16 == 0:
         words = load_words(planes_ptr, rows, mask_r, first + tl.arange(0, 4 * LANES)[None, :], NUM_COLS)
@@ -77,14 +80,16 @@ def load_four_words(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LAN
 
 @triton.jit
 def trade(a, b, SHIFT: tl.constexpr, LOW: tl.constexpr):
-    """Of each `2 * SHIFT` bits of two words, the lower halves in one word and the upper halves in another."""
+    """From every `2 * SHIFT` bits of two words, collect the lower halves in one word and the upper halves in
+    another."""
     HIGH: tl.constexpr = 0xFFFFFFFF ^ LOW
     return (a & LOW) | ((b << SHIFT) & HIGH), ((a >> SHIFT) & LOW) | (b & HIGH)
 
 
 @triton.jit
 def trade_four(a, b, c, d):
-    """From words of four bits of a byte in turns with four of another's to words of one bit, the lowest bit's first."""
+    """Turn words in which four bits of a byte alternate with four bits of another into words of one bit each, the
+    lowest first."""
     a, c = trade(a, c, 2, 0x33333333)
     b, d = trade(b, d, 2, 0x33333333)
     a, b = trade(a, b, 1, 0x55555555)
@@ -94,7 +99,8 @@ def trade_four(a, b, c, d):
 
 @triton.jit
 def bit_planes(first, second):
-    """The bits of 32 bytes in two times four words, a word each, from the lowest: in an order that all eight share."""
+    """Eight words, as two times four, each with one bit of 32 bytes, from the lowest bit on. All have the bytes in the
+    same order."""
     a, e = trade(first[0], second[0], 4, 0x0F0F0F0F)
     b, f = trade(first[1], second[1], 4, 0x0F0F0F0F)
     c, g = trade(first[2], second[2], 4, 0x0F0F0F0F)
@@ -104,14 +110,14 @@ def bit_planes(first, second):
 
 @triton.jit
 def subtract_bit(bit, value, NTH: tl.constexpr, borrow):
-    """One bit of a difference, bytes less `value`, whose bit `NTH` is taken, and what it borrows from the next."""
+    """Bit `NTH` of the bytes minus `value`, and what it borrows from the next bit."""
     other = (0 - ((value >> NTH) & 1)).to(tl.uint32)[:, None]
     return bit ^ other ^ borrow, (~bit & (other | borrow)) | (other & borrow)
 
 
 @triton.jit
 def count_bits(x):
-    """How many bits of each word are set."""
+    """The number of bits set in each word."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     return (((x + (x >> 4)) & 0x0F0F0F0F) * EACH) >> 24
@@ -119,15 +125,16 @@ def count_bits(x):
 
 @triton.jit
 def rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LANES: tl.constexpr):
-    """The best of the windows with bases `first` to `first + 7`, of equals the lowest: its base and coverage.
+    """Base and coverage of the best window with a base from `first` to `first + 7`; the lowest one in a tie.
 
-    Also the most that a window further up can cover, the bytes of at least `first + 8`, and the most that one further
-    down can, those of at most `first + 14`.
+    Also returns two bounds: the most that a higher window can cover, which is the number of bytes of at least
+    `first + 8`, and the most that a lower one can, the number of bytes of at most `first + 14`.
 
-    32 bytes at a time, as words of their bits: `d0` to `d7`, of their differences to `first`, tell those in a window.
+    Handles 32 bytes at a time, as words of bits: `d0` to `d7`, the bits of their differences to `first`, tell which
+    bytes are in a window.
     """
     CHUNKS: tl.constexpr = (NUM_COLS + 32 * LANES - 1) // (32 * LANES)
-    PADDING: tl.constexpr = CHUNKS * 32 * LANES - NUM_COLS  # zeros, which only the window with base 0 covers
+    PADDING: tl.constexpr = CHUNKS * 32 * LANES - NUM_COLS  # its zeros are only covered by the window with base 0
     c0 = tl.zeros((rows.shape[0], LANES), tl.uint32)
     c1, c2, c3, c4, c5, c6, c7, num_up, num_down = c0, c0, c0, c0, c0, c0, c0, c0, c0
     for i_chunk in range(CHUNKS):
@@ -143,8 +150,8 @@ def rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LANES:
         d5, borrow = subtract_bit(high[1], first, 5, borrow)
         d6, borrow = subtract_bit(high[2], first, 6, borrow)
         d7, below = subtract_bit(high[3], first, 7, borrow)
-        near = ~(d5 | d6 | d7 | below)  # 0 to 31
-        # Window n covers n to 15 and, of those with bit 4, what is n to 15 less than they are.
+        near = ~(d5 | d6 | d7 | below)  # differences from 0 to 31
+        # Window n covers differences n to n + 15: from n to 15 without bit 4, and below n in the low four bits with it.
         c0 += count_bits(near & ~d4)
         c1 += count_bits(near & (d4 ^ (d3 | d2 | d1 | d0)))
         c2 += count_bits(near & (d4 ^ (d3 | d2 | d1)))
@@ -171,7 +178,8 @@ def rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS: tl.constexpr, LANES:
 
 @triton.jit
 def can_lose(mask_r, covered, reach_up, reach_down, highest, lowest):
-    """Whether a window above those from `highest` or below `lowest` may still win, 0 or 1 a row; a tie, the lower."""
+    """Whether a window above those from `highest` on, or below `lowest`, may still win: 0 or 1 for each row. The lower
+    window wins a tie."""
     down = (reach_down >= covered) & (lowest > 0)
     up = (reach_up > covered) & (highest < LAST)
     return (mask_r & (down | up)).to(tl.int32)
@@ -179,12 +187,13 @@ def can_lose(mask_r, covered, reach_up, reach_down, highest, lowest):
 
 @triton.jit
 def choose_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, LANES: tl.constexpr):
-    """The lowest base with the best coverage of each row, and that coverage, int32."""
+    """Each row's lowest base with the best coverage, and that coverage, int32."""
     total = tl.zeros(rows.shape, tl.int32)
     for i_word in range(0, (NUM_COLS + 3) // 4, 4 * LANES):
         word = i_word + tl.arange(0, 4 * LANES)[None, :]
         total += sum_bytes(load_words(planes_ptr, rows, mask_r, word, NUM_COLS))
-    # Bases from 4 to 11 below the mean: a wide row's best lies about 8 below, a narrow one's 15 below its top.
+    # Bases from 4 to 11 below the mean: the best is about 8 below it in a wide row, and 15 below the largest value in a
+    # narrow one.
     first = tl.minimum(tl.maximum(total // NUM_COLS - 11, 0), LAST)
     base, covered, reach_up, reach_down = rank_windows(planes_ptr, rows, mask_r, first, NUM_COLS, LANES=LANES)
     highest = first
@@ -207,11 +216,11 @@ def choose_bases(planes_ptr, rows, mask_r, NUM_COLS: tl.constexpr, LANES: tl.con
 
 @triton.jit
 def split_codes(words, base):
-    """Codes above `base`, a byte each, zero for exceptions, and one in each byte that is an exception."""
+    """(codes above `base`, one in each byte, zero for exceptions; one in each byte that is an exception)."""
     bases = base * EACH
-    # Bytewise subtraction: bit 7 is set to keep borrows from the neighbour, then put right.
+    # Bytewise subtraction: bit 7 is set, so that nothing borrows from the next byte, and then corrected.
     above = ((words | TOP_BITS) - (bases & 0x7F7F7F7F)) ^ ((words ^ ~bases) & TOP_BITS)
-    outside = ((((above >> 4) & 0x0F0F0F0F) + 0x0F0F0F0F) >> 4) & EACH  # carries stay in their byte
+    outside = ((((above >> 4) & 0x0F0F0F0F) + 0x0F0F0F0F) >> 4) & EACH  # carries stay inside a byte
     return above & 0x0F0F0F0F & ~(outside * 15), outside
 
 
@@ -220,7 +229,8 @@ def choose_kernel(
     planes_ptr, fixed_ptr, slab_counts_ptr, num_rows,
     NUM_COLS: tl.constexpr, SLAB_BYTES: tl.constexpr, BLOCK_R: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Bases of `BLOCK_R` rows, counted through all planes, and how many exceptions each slab of 16 has."""
+    """Write the bases of `BLOCK_R` rows, numbered through all planes, and count the exceptions of each slab of 16
+    rows."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = rows < num_rows
     base, covered = choose_bases(planes_ptr, rows, mask_r, NUM_COLS, LANES=LANES)
@@ -232,7 +242,8 @@ def choose_kernel(
 
 @triton.jit
 def scan_kernel(slab_counts_ptr, plane_counts_ptr, NUM_SLABS: tl.constexpr, BLOCK: tl.constexpr):
-    """Turn a plane's exceptions a slab into where each slab's end, from the plane's first on, and store their sum."""
+    """Replace the number of exceptions of each slab by where they end, counted from the plane's first one, and store
+    the plane's sum."""
     plane = tl.program_id(0).to(tl.int64)
     slab_counts_ptr += plane * NUM_SLABS
     seen = 0
@@ -246,7 +257,8 @@ def scan_kernel(slab_counts_ptr, plane_counts_ptr, NUM_SLABS: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["num_planes"])
 def ends_kernel(plane_counts_ptr, host_ends_ptr, num_planes, BLOCK: tl.constexpr):
-    """Turn exceptions a plane into where each plane's end, and store that where the host reads it, too. One program."""
+    """Replace the number of exceptions of each plane by where they end, and also store that where the host reads it.
+    One program."""
     seen = tl.full((), 0, tl.int64)
     for first in range(0, num_planes, BLOCK):
         planes = first + tl.arange(0, BLOCK)
@@ -265,8 +277,8 @@ def write_kernel(
 ):  # fmt: skip
     """Write codes and exception words of `SLABS` slabs of 16 rows, `BLOCK` times eight units at a time.
 
-    A unit is four bytes, or two where a row is not a whole number of four: as bytes lie in memory, through rows and
-    slabs, codes do. A mask of eight units' exceptions yields its few bits one by one.
+    A unit is four bytes, or two if a row's length is not a multiple of four. Codes are in memory in the same order as
+    the bytes, through rows and slabs. The exceptions of eight units are a mask, whose few bits are taken one by one.
     """
     UNIT: tl.constexpr = 4 if NUM_COLS % 4 == 0 else 2
     SLAB_UNITS: tl.constexpr = 16 * NUM_COLS // UNIT
@@ -298,7 +310,7 @@ def write_kernel(
         counts = sum_bytes(outside)
         place = seen + tl.cumsum(counts) - counts
         seen += tl.sum(counts)
-        # The product brings bits 0, 8, 16 and 24 to 24, 25, 26 and 27; no two others meet.
+        # The product moves bits 0, 8, 16 and 24 to 24, 25, 26 and 27, and no other two bits meet.
         left = tl.sum(((outside * 0x01020408) >> 24 & 15) << (UNIT * nth).to(tl.uint32), axis=1)
         first = UNIT * (i_unit + 8 * tl.arange(0, BLOCK))
         while tl.max((left != 0).to(tl.int32)) > 0:
@@ -314,32 +326,32 @@ def write_kernel(
 
 
 def choose_config(num_cols: int) -> dict[str, int]:
-    """Constants of `choose_kernel`: one warp, so no barrier in its search. Each thread has 32 bytes of a row at a time;
-    two have a row where its words load by fours."""
+    """Constants of `choose_kernel`. One warp, so that its search needs no barrier. Each thread handles 32 bytes of a
+    row at a time; two threads share a row if its words can be loaded four at a time."""
     lanes = 2 if num_cols % 16 == 0 else 1
     return {"BLOCK_R": 32 // lanes, "LANES": lanes, "num_warps": 1}
 
 
 def scan_config(num_rows: int) -> dict[str, int]:
-    """Constants of `scan_kernel`: most planes are one block."""
+    """Constants of `scan_kernel`. Most planes fit in one block."""
     num_slabs = num_rows // NVFP4_CSF.rows_per_slab
     return {"NUM_SLABS": num_slabs, "BLOCK": min(1024, next_power_of_2(num_slabs)), "num_warps": 4}
 
 
 def ends_config() -> dict[str, int]:
-    """Constants of `ends_kernel`: most stacks are one block."""
+    """Constants of `ends_kernel`. Most stacks fit in one block."""
     return {"BLOCK": 1024, "num_warps": 4}
 
 
 def write_config(num_cols: int) -> dict[str, int]:
-    """Constants of `write_kernel`: one warp, so that a vote, and no barrier, ends its inner loop."""
+    """Constants of `write_kernel`. One warp, so that its inner loop ends with a vote instead of a barrier."""
     slab_units = 16 * num_cols // (4 if num_cols % 4 == 0 else 2)
     return {"SLABS": max(1, 1280 // slab_units), "BLOCK": 32, "num_warps": 1}
 
 
 @functools.lru_cache(maxsize=None)
 def choose_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int) -> tuple[tuple[int], BoundKernel]:
-    """Grid and kernel of one kind of launch. `overrides` replace entries of `choose_config`, for tuning."""
+    """Grid and kernel for one kind of launch. `overrides` replace entries of `choose_config`, for tuning."""
     config = {**choose_config(num_cols), **overrides}
     kernel = bind(choose_kernel, NUM_COLS=num_cols, SLAB_BYTES=NVFP4_CSF.slab_bytes(num_cols), **config)
     return (cdiv(num_planes * num_rows, config["BLOCK_R"]),), kernel
@@ -347,19 +359,19 @@ def choose_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: in
 
 @functools.lru_cache(maxsize=None)
 def scan_launch(num_planes: int, num_rows: int) -> tuple[tuple[int], BoundKernel]:
-    """Grid and kernel of one kind of launch."""
+    """Grid and kernel for one kind of launch."""
     return (num_planes,), bind(scan_kernel, **scan_config(num_rows))
 
 
 @functools.lru_cache(maxsize=None)
 def ends_launch() -> tuple[tuple[int], BoundKernel]:
-    """Grid and kernel of every launch."""
+    """Grid and kernel for every launch."""
     return (1,), bind(ends_kernel, **ends_config())
 
 
 @functools.lru_cache(maxsize=None)
 def write_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int) -> tuple[tuple[int], BoundKernel]:
-    """Grid and kernel of one kind of launch. `overrides` replace entries of `write_config`, for tuning."""
+    """Grid and kernel for one kind of launch. `overrides` replace entries of `write_config`, for tuning."""
     config = {**write_config(num_cols), **overrides}
     num_slabs = num_rows // NVFP4_CSF.rows_per_slab
     kernel = bind(
@@ -371,7 +383,8 @@ def write_launch(num_planes: int, num_rows: int, num_cols: int, **overrides: int
 
 
 def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Encode uint8 `[E, N, C]`: `fixed [E, bytes]`, words uint32 `[X]` and, on the CPU, planes' ends int64 `[E]`."""
+    """Encode uint8 `[E, N, C]`. Returns `fixed [E, bytes]`, words uint32 `[X]`, and where each plane's words end, int64
+    `[E]` on the CPU."""
     num_planes, num_rows, num_cols = planes.shape
     if planes.data_ptr() % 4:
         planes = planes.clone()
@@ -380,7 +393,7 @@ def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     launch_choose(planes, fixed, slab_ends)
     plane_ends = planes.new_empty(num_planes, dtype=torch.int64)
     launch_scan(slab_ends, plane_ends)
-    # Kernels for NVIDIA and AMD write to page-locked memory; for others the host copies, and waits, when it reads.
+    # On NVIDIA and AMD, kernels write to page-locked memory. On others the host copies the result, and waits for it.
     pinned = planes.is_cuda
     device = "cpu" if pinned else planes.device
     host_ends = torch.empty(num_planes, dtype=torch.int64, device=device, pin_memory=pinned)
@@ -390,25 +403,28 @@ def encode_gpu(planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
         torch.cuda.current_stream(planes.device).synchronize()
     words = planes.new_empty(int(num_words), dtype=torch.uint32)
     launch_write(planes, fixed, slab_ends, plane_ends, words)
-    return fixed, words, host_ends.cpu().clone()  # page-locked memory is scarce: it is not kept
+    return fixed, words, host_ends.cpu().clone()  # page-locked memory is scarce, so it is not kept
 
 
 def launch_choose(planes: torch.Tensor, fixed: torch.Tensor, slab_counts: torch.Tensor, **overrides: int) -> None:
-    """Write the bases into `fixed [E, bytes]`, and how many exceptions each slab has, `slab_counts` int32 `[E, S]`."""
+    """Write the bases into `fixed [E, bytes]`, and the number of exceptions of each slab into `slab_counts` int32
+    `[E, S]`."""
     num_planes, num_rows, num_cols = planes.shape
     grid, kernel = choose_launch(num_planes, num_rows, num_cols, **overrides)
     kernel(grid, planes, fixed, slab_counts, num_planes * num_rows)
 
 
 def launch_scan(slab_counts: torch.Tensor, plane_counts: torch.Tensor) -> None:
-    """Sum `slab_counts` along each plane, in place, and put the planes' sums into `plane_counts` int64 `[E]`."""
+    """Replace `slab_counts` by their running sums in each plane, and put the planes' sums into `plane_counts` int64
+    `[E]`."""
     num_planes, num_slabs = slab_counts.shape
     grid, kernel = scan_launch(num_planes, num_slabs * NVFP4_CSF.rows_per_slab)
     kernel(grid, slab_counts, plane_counts)
 
 
 def launch_ends(plane_counts: torch.Tensor, host_ends: torch.Tensor) -> None:
-    """Sum `plane_counts` int64 `[E]` in place, and into `host_ends` int64 `[E]`, which may be page-locked memory."""
+    """Replace `plane_counts` int64 `[E]` by their running sums, and also write these to `host_ends` int64 `[E]`, which
+    may be page-locked memory."""
     grid, kernel = ends_launch()
     kernel(grid, plane_counts, host_ends, len(plane_counts))
 
@@ -421,7 +437,7 @@ def launch_write(
     words: torch.Tensor,
     **overrides: int,
 ) -> None:
-    """Write the codes into `fixed`, which holds the bases, and the exceptions into `words`, uint32."""
+    """Write the codes into `fixed`, which already holds the bases, and the exceptions into `words`, uint32."""
     num_planes, num_rows, num_cols = planes.shape
     grid, kernel = write_launch(num_planes, num_rows, num_cols, **overrides)
     num_slabs = num_planes * (num_rows // NVFP4_CSF.rows_per_slab)

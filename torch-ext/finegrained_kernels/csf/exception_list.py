@@ -11,14 +11,14 @@ import torch
 
 
 class ExceptionList(Sequence[torch.Tensor]):
-    """One uint32 tensor of exceptions a plane, all views of one storage, each made when it is asked for.
+    """One uint32 tensor of exceptions for each plane. All are views of one storage, made when they are asked for.
 
-    Making 512 tensors takes the CPU longer than encoding their planes takes a GPU. They may be written to, but not
-    replaced. Copied or pickled, it is a plain list: its class is in a module that is named after one build. Save
-    `list(exceptions)`, which `torch.load` takes back as it is.
+    Making 512 tensors takes longer on the CPU than encoding their planes does on a GPU. The tensors may be written to,
+    but not replaced. A copied or pickled `ExceptionList` becomes a plain list, because its class is in a module whose
+    name changes with every build. To save it, save `list(exceptions)`, which `torch.load` reads as it is.
 
     Attributes:
-        words: uint32 `[X]`, plane after plane: what `torch.cat` makes of the list.
+        words: uint32 `[X]`, plane after plane, as `torch.cat` of the list would give it.
         ends: int64 `[E]` on the CPU, where each plane's words end.
 
     >>> exceptions = ExceptionList(torch.tensor([7, 8, 9], dtype=torch.uint32), torch.tensor([2, 2, 3]))
@@ -44,7 +44,7 @@ class ExceptionList(Sequence[torch.Tensor]):
 
     @property
     def counts(self) -> list[int]:
-        """Exceptions a plane."""
+        """The number of exceptions of each plane."""
         return list(map(operator.sub, self._offsets[1:], self._offsets))
 
     def __len__(self) -> int:
@@ -53,11 +53,11 @@ class ExceptionList(Sequence[torch.Tensor]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return list(self)[index]
-        plane = range(len(self))[index]  # as a list does: from the end, by anything that is an index, IndexError
+        plane = range(len(self))[index]  # as for a list: counts from the end, takes any index type, raises IndexError
         return self.words[self._offsets[plane] : self._offsets[plane + 1]]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        # Unsafe only where gradients are, and a third faster than split.
+        # Unsafe only with gradients, and a third faster than split.
         return iter(torch.unsafe_split_with_sizes(self.words, self.counts))
 
     def __add__(self, other: Any) -> list[torch.Tensor]:
@@ -77,10 +77,10 @@ class ExceptionList(Sequence[torch.Tensor]):
 
 
 class _PickledWords:
-    """A uint32 tensor, as pickle takes it; on its own, torch writes what it cannot load."""
+    """A uint32 tensor that can be pickled; torch on its own would write one that it cannot load."""
 
     def __init__(self, words: torch.Tensor) -> None:
-        self.words = words.view(torch.int32).clone()  # a view would be stored with all of its memory
+        self.words = words.view(torch.int32).clone()  # a view would be stored with its whole storage
 
     def __reduce__(self) -> tuple:
         return torch.Tensor.view, (self.words, torch.uint32)

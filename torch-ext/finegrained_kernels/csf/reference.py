@@ -1,4 +1,4 @@
-"""The oracle: CSF written out byte by byte from docs/format.md, slow, in plain integers, sharing no code with the rest.
+"""The oracle: CSF byte by byte as docs/format.md describes it, in slow plain integers, sharing no code with the rest.
 
 Tests and `verify` compare everything else with these two functions.
 """
@@ -14,7 +14,7 @@ def reference_encode(plane: torch.Tensor) -> tuple[bytes, list[int]]:
     num_cols = len(rows[0])
     bases, codes, exceptions = [], [], []
     for i_row, row in enumerate(rows):
-        # max() keeps the first of equals, so this is the lowest base with the best coverage.
+        # max() returns the first of equal maxima, so this is the lowest base with the best coverage.
         base = max(range(241), key=lambda candidate: sum(candidate <= byte <= candidate + 15 for byte in row))
         bases.append(base)
         row_codes = []

@@ -1,8 +1,8 @@
-"""The resident form of compressed scales, and the way from the wire form into it and back.
+"""The resident form of compressed scales, and the conversions from and to the wire form.
 
-The wire form interleaves bases and codes every 16 rows. The resident form keeps them apart, so that kernels read
-flat words, and adds where each `TILE_BYTES` positions' exceptions begin, so that any tile finds its own. Both hold
-the same bytes; the offsets are less than 1 % more.
+The wire form interleaves bases and codes every 16 rows. The resident form keeps them apart, so that kernels read flat
+words. It also stores where the exceptions of every `TILE_BYTES` positions begin, so that any tile finds its own. Apart
+from these offsets, less than 1 % more, both forms hold the same bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class NVFP4CSFScales:
 
     Attributes:
         bases: uint8 `[E, N]`, the lowest byte value of each row's window, at most 240.
-        codes: uint8 `[E, N, C / 2]`, two 4-bit offsets a byte, low nibble first; aligned to 8 bytes, as tensors of
-            their own are.
-        exceptions: int32 `[X]`, `value << 24 | position in the plane`, plane after plane, positions increasing.
+        codes: uint8 `[E, N, C / 2]`, two 4-bit offsets in each byte, low nibble first; aligned to 8 bytes, as newly
+            allocated tensors are.
+        exceptions: int32 `[X]`, `value << 24 | position in the plane`, plane after plane, in order of position.
         exception_offsets: int32 `[E * ceil(N * C / 1024) + 1]`, the first exception of each 1024 bytes.
     """
 
@@ -82,28 +82,28 @@ class NVFP4CSFScales:
         return f"NVFP4CSFScales({shape}, {self.nbytes} bytes, {len(self.exceptions)} exceptions, {self.device})"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors by name; `NVFP4CSFScales(**state)` is the same scales again."""
+        """The tensors by name; `NVFP4CSFScales(**state)` restores the scales."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> NVFP4CSFScales:
-        """The same scales on `device`; as bytes they have no other dtype."""
+        """The same scales on `device`. They are bytes, so there is no dtype to convert to."""
         device = torch.device(device)
         return NVFP4CSFScales(*(getattr(self, name).to(device, non_blocking=non_blocking) for name in _FIELDS))
 
     @classmethod
     def from_wire(cls, wire: NVFP4CSFWire) -> NVFP4CSFScales:
-        """The planes of `wire`, validated, and laid out for kernels in new memory on its device.
+        """Validate the planes of `wire`, and lay them out for kernels in new memory on its device.
 
         Raises:
-            WireFault: as `NVFP4CSFWire.check`. One host sync on a GPU, for the verdict.
+            WireFault: as in `NVFP4CSFWire.check`. One host sync on a GPU, for the result of the check.
         """
         num_planes, plane_bytes = len(wire.ends), wire.num_rows * wire.num_cols
         keys = wire.checked_keys(plane_bytes)
         stream = wire.fixed
         if stream.data_ptr() % 8 or stream.storage_offset() % 8 or not stream.is_contiguous():
             stream = stream.clone(memory_format=torch.contiguous_format)
-        # Copied even where a view would do: kernels count on aligned memory that nobody else writes. And eight bytes
-        # at a time, of which two are a slab's bases.
+        # Copied even where a view would do, because kernels need aligned memory that nobody else writes. Copied eight
+        # bytes at a time; a slab's bases are two times eight.
         slabs = stream.view(torch.int64).view(num_planes, wire.num_rows // NVFP4_CSF.rows_per_slab, -1)
         bases, codes = (part.clone(memory_format=torch.contiguous_format) for part in (slabs[..., :2], slabs[..., 2:]))
         bases = bases.view(torch.uint8).view(num_planes, wire.num_rows)
@@ -115,7 +115,7 @@ class NVFP4CSFScales:
         return cls(bases, codes, wire.words.clone(), offsets)
 
     def to_wire(self) -> tuple[torch.Tensor, ExceptionList]:
-        """The wire form these scales were prepared from, byte for byte.
+        """The wire form from which these scales were prepared, byte for byte.
 
         Returns:
             `fixed` uint8 `[E, bytes]` and a sequence of `E` uint32 exception tensors, copies on the scales' device.
@@ -153,18 +153,18 @@ def prepare_nvfp4_csf_scales(
     Args:
         fixed: `E` uint8 tensors of `num_rows / 16 * 16 * (1 + num_cols / 2)` bytes, flat or
             `[num_rows / 16, bytes a slab]`, or all as one `[E, ...]`; a single one for a single plane.
-        exceptions: `E` 1-D uint32 tensors (an int32 view is accepted), in a list or as `compress` returns them, which
-            spares the CPU a look at each; or the single tensor of a single plane.
+        exceptions: `E` 1-D uint32 tensors (an int32 view is accepted), as a list or as `compress` returns them, which
+            is faster to check; or the single tensor of a single plane.
         num_rows: rows `N` of each plane, a multiple of 16.
         num_cols: columns `C` of each plane, even; `N * C` at most 2^24.
 
     Raises:
-        ValueError: geometry, dtype, length, device, a base above 240, or a position that is out of range or not
-            above the one before it. Names the tensor and the place. Nothing is returned.
+        ValueError: a size, dtype, length or device is wrong, a base is above 240, or a position is out of range or not
+            above the one before it. The message names the tensor and the place.
 
-    Source: docs/format.md, "One compressed plane". One host sync on a GPU, for the verdict.
+    Source: docs/format.md, "One compressed plane". One host sync on a GPU, for the result of the check.
 
-    >>> fixed = torch.tensor([100] * 16 + [0x10] * 16, dtype=torch.uint8)  # 16 rows: base 100, codes 0 and 1
+    > fixed = torch.tensor([100] * 16 + [0x10] * 16, dtype=torch.uint8)  # 16 rows: base 100, codes 0 and 1
     >>> exceptions = torch.tensor([7 << 24 | 3], dtype=torch.int32)  # row 1, column 1 is 7
     >>> scales = prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=16, num_cols=2)
     >>> scales.shape, scales.nbytes

@@ -1,4 +1,4 @@
-"""The wire form of a stack of planes as one object, which validates, cuts and stacks without decoding a byte.
+"""The wire form of a stack of planes as one object. It can be validated, cut and stacked without decoding.
 
 Source: docs/format.md, "One compressed plane".
 """
@@ -18,18 +18,18 @@ from ..formats import NVFP4_CSF
 from .exception_list import ExceptionList
 
 MAX_EXCEPTIONS = 1 << 30
-"""Exceptions a stack may hold, so that kernels index them with int32 and room to spare."""
+"""The most exceptions that a stack may hold, so that kernels can index them with int32, with room to spare."""
 
 _BYTES = (torch.uint8,)
 _WORDS = (torch.uint32, torch.int32)
 
 
 class WireFault(ValueError):
-    """A plane that is malformed.
+    """A plane is malformed.
 
     Attributes:
         part: "fixed" or "exceptions".
-        plane: which, from 0 on.
+        plane: its index.
     """
 
     def __init__(self, part: str, plane: int, num_planes: int, problem: str) -> None:
@@ -39,7 +39,7 @@ class WireFault(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NVFP4CSFWire:
-    """`E` compressed planes of `N` rows by `C` columns, as files hold them, on one device.
+    """`E` compressed planes of `N` rows by `C` columns, on one device, in the form in which files store them.
 
     Attributes:
         fixed: uint8 `[E, bytes]`, each plane's fixed stream.
@@ -48,9 +48,9 @@ class NVFP4CSFWire:
         num_rows, num_cols: `N`, a multiple of 16, and `C`, even; `N * C` is at most 2^24.
 
     Raises:
-        ValueError: sizes that do not fit together. `check` looks at the content.
+        ValueError: sizes do not fit together. The content is validated by `check`.
 
-    >>> wire = NVFP4CSFWire.of(torch.zeros(3, 48, dtype=torch.uint8), [torch.tensor([7])] * 3, num_rows=16, num_cols=4)
+    > wire = NVFP4CSFWire.of(torch.zeros(3, 48, dtype=torch.uint8), [torch.tensor([7])] * 3, num_rows=16, num_cols=4)
     Traceback (most recent call last):
     ValueError: exceptions[0] must be torch.uint32 or torch.int32, got torch.int64
     >>> words = [torch.tensor([7], dtype=torch.int32)] * 3
@@ -89,10 +89,10 @@ class NVFP4CSFWire:
         num_rows: int,
         num_cols: int,
     ) -> NVFP4CSFWire:
-        """From tensors as `prepare_nvfp4_csf_scales` takes them; words are copied, `fixed` where it has to be.
+        """Make one from tensors as `prepare_nvfp4_csf_scales` takes them. Words are copied, and `fixed` if necessary.
 
         Raises:
-            ValueError: geometry, dtypes, shapes or devices, naming the tensor.
+            ValueError: a size, dtype, shape or device is wrong. The message names the tensor.
         """
         NVFP4_CSF.check_plane(num_rows, num_cols)
         num_rows, num_cols = int(num_rows), int(num_cols)
@@ -105,12 +105,13 @@ class NVFP4CSFWire:
     def of_rows(
         cls, fixed: torch.Tensor, words: torch.Tensor, ends: torch.Tensor, rows: range, *, num_rows: int, num_cols: int
     ) -> NVFP4CSFWire:
-        """Some rows, in whole slabs, of planes of `num_rows`, of which `fixed` uint8 `[E, bytes]` has these rows' slabs
-        alone, and `words` and `ends` all exceptions, as they have no index.
+        """Make one of some rows, in whole slabs, of planes of `num_rows`. `fixed` uint8 `[E, bytes]` has only the slabs
+        of these rows; `words` and `ends` have all exceptions of the planes, since nothing tells where the rows' own
+        begin.
 
         Raises:
-            ValueError: sizes that do not fit together.
-            WireFault: as `check`, also for exceptions outside of `rows`.
+            ValueError: sizes do not fit together.
+            WireFault: as in `check`, also for exceptions outside of `rows`.
         """
         NVFP4_CSF.check_plane(num_rows, num_cols)
         _check_cut("rows", rows, num_rows, NVFP4_CSF.rows_per_slab)
@@ -124,32 +125,32 @@ class NVFP4CSFWire:
 
     @functools.cached_property
     def counts(self) -> list[int]:
-        """Exceptions a plane."""
+        """The number of exceptions of each plane."""
         ends = self.ends.tolist()
         return list(map(operator.sub, ends, [0, *ends[:-1]]))
 
     @property
     def exceptions(self) -> ExceptionList:
-        """The words as a sequence of one uint32 tensor a plane."""
+        """The words as a sequence with one uint32 tensor for each plane."""
         return ExceptionList(self.words.view(torch.uint32), self.ends)
 
     def to(self, device: torch.device | str) -> NVFP4CSFWire:
         return dataclasses.replace(self, fixed=self.fixed.to(device), words=self.words.to(device))
 
     def check(self) -> NVFP4CSFWire:
-        """Itself, if every plane is well-formed. One host sync on a GPU.
+        """Return `self` if every plane is well-formed. One host sync on a GPU.
 
         Raises:
-            WireFault: a base above 240, or a position that is out of range or not above the one before it.
+            WireFault: a base is above 240, or a position is out of range or not above the one before it.
         """
         self.checked_keys(self.num_rows * self.num_cols)
         return self
 
     def cut(self, rows: range | None = None, cols: range | None = None) -> NVFP4CSFWire:
-        """Some rows, in whole slabs of 16, and an even number of columns from an even one on, of every plane.
+        """Some rows of every plane, in whole slabs of 16, and an even number of its columns, starting at an even one.
 
         Raises:
-            ValueError: other rows or columns.
+            ValueError: the rows or columns cannot be cut out.
         """
         wire = self
         if rows is not None:
@@ -172,7 +173,7 @@ class NVFP4CSFWire:
         return dataclasses.replace(self, fixed=fixed, num_cols=len(cols))._keep(kept, words)
 
     def stack(self, below: NVFP4CSFWire) -> NVFP4CSFWire:
-        """Each plane with the plane of `below` under it, whose positions move on by this plane's bytes."""
+        """Each plane with the plane of `below` under it. Positions in the latter move up by the size of the former."""
         words = torch.cat([self.words, below.words + self.num_rows * self.num_cols])
         order = torch.cat([self._planes(), below._planes()]).argsort(stable=True)
         return NVFP4CSFWire(
@@ -184,7 +185,8 @@ class NVFP4CSFWire:
         )
 
     def with_planes(self, others: NVFP4CSFWire, order: Sequence[int]) -> NVFP4CSFWire:
-        """These planes and those of `others`, as many rows and columns, in `order`: plane i is the `order[i]`-th."""
+        """These planes and those of `others`, which have the same size, in a new order: plane i of the result is plane
+        `order[i]` of both together."""
         exceptions = [*self.exceptions, *others.exceptions]
         fixed = torch.cat([self.fixed, others.fixed])[list(order)]
         ordered = [exceptions[plane] for plane in order]
@@ -194,28 +196,28 @@ class NVFP4CSFWire:
         return self.words & NVFP4_CSF.position_mask
 
     def _planes(self) -> torch.Tensor:
-        """The plane int64 `[X]` of each word."""
+        """The plane of each word, int64 `[X]`."""
         counts = self._cpu_counts.to(self.device, non_blocking=True)
         return torch.repeat_interleave(counts, output_size=len(self.words))
 
     @functools.cached_property
     def _cpu_counts(self) -> torch.Tensor:
-        """`counts` as a tensor that lives as long as this, as a copy to a GPU may read it late."""
+        """`counts` as a tensor that lives as long as this object, because a copy to a GPU may read it late."""
         return torch.tensor(self.counts, device="cpu")
 
     def _in_rows(self, rows: range) -> NVFP4CSFWire:
-        """With the exceptions in `rows` alone, positions counted from the first of them."""
+        """Keep only the exceptions in `rows`, and count positions from the first of these rows."""
         positions, begin = self._positions(), rows.start * self.num_cols
         return self._keep((positions >= begin) & (positions < rows.stop * self.num_cols), self.words - begin)
 
     def _keep(self, kept: torch.Tensor, words: torch.Tensor) -> NVFP4CSFWire:
-        """With those of `words`, bool `[X]`, that are kept."""
+        """Keep only some of `words`: `kept` is bool `[X]`."""
         sums = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
         return dataclasses.replace(self, words=words[kept], ends=sums[self.ends.to(self.device)].cpu())
 
     def checked_keys(self, plane_bytes: int) -> torch.Tensor:
-        """`check`, of exceptions that belong to planes of `plane_bytes`; returns their positions int64 `[X]` made
-        unique across planes: sorted without repeats exactly if every plane's own positions are."""
+        """Like `check`, for exceptions in planes of `plane_bytes`. Returns their positions counted through all planes,
+        int64 `[X]`; these increase if and only if they increase in every plane."""
         slabs = self.fixed.reshape(len(self.ends), self.num_rows // NVFP4_CSF.rows_per_slab, -1)
         bases = slabs[..., : NVFP4_CSF.rows_per_slab]
         keys = self._planes().mul_(plane_bytes).add_(self._positions())
@@ -225,7 +227,7 @@ class NVFP4CSFWire:
         return keys
 
     def _first_fault(self, plane_bytes: int) -> WireFault:
-        """Only called once one is known to exist."""
+        """Find the first fault. Only called when there is one."""
         num_planes = len(self.ends)
         slabs = self.fixed.reshape(num_planes, self.num_rows // NVFP4_CSF.rows_per_slab, -1)
         bases = slabs[..., : NVFP4_CSF.rows_per_slab].reshape(num_planes, -1)
@@ -258,9 +260,10 @@ def _gather(
     exceptions: torch.Tensor | Sequence[torch.Tensor],
     slabs: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Check types, shapes and devices; return `stream [E, bytes]`, new words int32 `[X]` and the exceptions a plane.
+    """Check types, shapes and devices. Returns `stream [E, bytes]`, new words int32 `[X]`, and the number of exceptions
+    of each plane.
 
-    `slabs` is the shape of one plane's stream, `[slabs, bytes a slab]`, which may also come flat.
+    `slabs` is the shape of one plane's stream, `[slabs, bytes per slab]`; the stream may also be flat.
     """
     if isinstance(exceptions, torch.Tensor):
         fixed, exceptions = [fixed], [exceptions]  # type: ignore[list-item]  # whatever it is, it is checked below
@@ -275,7 +278,7 @@ def _gather(
         _check_tensors("fixed", [fixed], _BYTES, [(len(fixed), *flat), (len(fixed), *slabs)], device)
         stream = fixed.reshape(len(fixed), -1)
     else:
-        device = getattr(fixed[0], "device", None)  # type: ignore[assignment]  # what is no tensor is refused below
+        device = getattr(fixed[0], "device", None)  # type: ignore[assignment]  # anything but a tensor is refused below
         _check_tensors("fixed", fixed, _BYTES, [flat, slabs], device)
         if len({plane.ndim for plane in fixed}) > 1:
             fixed = [plane.reshape(-1) for plane in fixed]
@@ -298,8 +301,9 @@ def _check_tensors(
     shapes: list[tuple[int, ...]] | None,
     device: torch.device | None,
 ) -> None:
-    """Raise `ValueError` for the first that is not a tensor as asked for, naming it; `shapes` None: any 1-D."""
-    if set(map(type, tensors)) == {torch.Tensor}:  # the usual hundreds of them, at once
+    """Raise `ValueError`, naming the tensor, for the first that is not as asked for. If `shapes` is None, any 1-D shape
+    will do."""
+    if set(map(type, tensors)) == {torch.Tensor}:  # the usual case: hundreds of tensors, checked all at once
         extent, extents = ("ndim", [1]) if shapes is None else ("shape", shapes)
         kinds = set(map(operator.attrgetter("dtype", extent, "device"), tensors))
         if kinds <= set(itertools.product(dtypes, extents, [device])) and not no_dense_tensor(tensors[0]):

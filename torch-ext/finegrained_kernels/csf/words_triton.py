@@ -1,5 +1,5 @@
-"""Exceptions as Triton and Gluon kernels read and write them: words of a position and a value, and where in their list
-those of a plane's offset tiles begin."""
+"""How Triton and Gluon kernels read and write exceptions: words of a position and a value, and the tiles of positions
+for which offsets into their list are stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OFFSET_TILE = tl.constexpr(TILE_BYTES)
 
 @triton.jit
 def exception_word(position, value):
-    """uint32, of a position in a plane and the byte there, both uint32."""
+    """The uint32 word of a position in a plane and the byte there, both uint32."""
     return (value << POSITION_BITS) | position
 
 
@@ -27,11 +27,11 @@ def exception_position(word):
 
 @triton.jit
 def exception_value(word):
-    """Of a uint32."""
+    """The byte of a uint32 word."""
     return word >> POSITION_BITS
 
 
 @triton.jit
 def offset_tiles(positions):
-    """Offset tiles that so many positions begin, from the first on."""
+    """The number of offset tiles that the first `positions` positions begin."""
     return (positions + OFFSET_TILE - 1) // OFFSET_TILE
