@@ -1,4 +1,5 @@
-"""The public GEMMs on NVFP4 weights: check, then run on the tensors' device. `matmul_grouped` says what they share."""
+"""The public GEMMs on NVFP4 weights: check, then run on the tensors' device. `matmul_grouped` documents the arguments
+that they share."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ def matmul_2d(
     output_dtype: torch.dtype | None = None, a_global_scale: Global = None, b_global_scale: Global = None,
     output_global_scale: Global = None,
 ) -> Result:  # fmt: skip
-    """One weight: A [M, K] times B [N, K/2], Bs [N, K/16] or compressed, of one plane -> [M, N].
+    """One weight: A [M, K] times B [N, K/2] with Bs [N, K/16], or one plane compressed -> [M, N].
 
-    `b_global_scale` is a scalar, or [2] with `gate`. All else is as in `matmul_grouped`.
+    `b_global_scale` is a scalar, or [2] with `gate`. Everything else is as in `matmul_grouped`.
     """
     return planned(_matmul_2d, (
         A, B, As, Bs, activation_format, gate, act_fn, swiglu_alpha, swiglu_limit,
@@ -37,8 +38,8 @@ def matmul_2d(
 
 
 def matmul_2d_scratch_size(B: torch.Tensor, num_tokens: int) -> int:
-    """Bytes of scratch of a `matmul_2d` of `num_tokens` rows on B [N, K/2]: of the weights that it unpacks at a time,
-    for many tokens on Hopper; 0 where it unpacks none. Torch allocates it for the call, so layers share it."""
+    """Bytes of scratch that a `matmul_2d` of `num_tokens` rows with B [N, K/2] uses for the weights that it unpacks at
+    a time, with many tokens on Hopper; 0 if it unpacks none. Torch allocates it for the call, so layers share it."""
     if B.device.type != "cuda":
         return 0
     from .ahead import scratch_size, unpacks_ahead  # Triton may be absent where only the CPU is used
@@ -55,10 +56,10 @@ def matmul_batched(
     output_dtype: torch.dtype | None = None, a_global_scale: Global = None, b_global_scale: Global = None,
     output_global_scale: Global = None,
 ) -> Result:  # fmt: skip
-    """One expert id a routed row, int [S], in any order: B [E, N, K/2] -> [S, N]. For few rows (decode).
+    """An expert id for each routed row, int [S], in any order: B [E, N, K/2] -> [S, N]. For few rows, as in decoding.
 
-    Rows whose id is negative or at least E (expert-parallel sentinels) read no weight and are 0. All else is as in
-    `matmul_grouped`.
+    Rows whose id is negative or at least E (expert-parallel sentinels) read no weight and are 0. Everything else is as
+    in `matmul_grouped`.
     """
     return planned(_matmul_batched, (
         expert_ids, gather_idx, scatter_idx,
@@ -78,33 +79,36 @@ def matmul_grouped(
     """Routed rows sorted by expert: `A[gather_idx] @ B[e].T` for the rows of each expert e, summed in float32.
 
     Args:
-        A: bf16 or fp16 `[M, K]`, fp32 too where it is quantized; or packed NVFP4, uint8 `[M, K/2]`, beside `As`.
-        B: packed uint8 or int8 `[E, N, K/2]`, or `[E, 2N, K/2]` with `gate`. K is a multiple of 32,
-            the rows one of 16, with `gate` of 32.
-        As: float8_e4m3fn or its bytes `[M, K/16]`, of packed A.
-        Bs: the same for B, `[E, N, K/16]` or swizzled (swizzle.py); or `NVFP4CSFScales`, which are decoded as the
-            kernel goes, with no dense copy, and give the same bits.
+        A: bf16 or fp16 `[M, K]`, or fp32 if it is quantized; or packed NVFP4, uint8 `[M, K/2]`, with `As`.
+        B: packed uint8 or int8 `[E, N, K/2]`, or `[E, 2N, K/2]` with `gate`. K is a multiple of 32, and the number of
+            rows a multiple of 16, or of 32 with `gate`.
+        As: the scales of packed A, float8_e4m3fn or its bytes `[M, K/16]`.
+        Bs: the scales of B, `[E, N, K/16]` or swizzled (swizzle.py); or `NVFP4CSFScales`, which the kernel decodes as
+            it runs, with no dense copy and the same bits in the result.
         expert_start: int32, E + 1 entries or more, read on the device; expert e owns routed rows
-            `[expert_start[e], expert_start[e + 1])`. Rows from `expert_start[E]` on belong to no expert and are 0.
-            Entries begin with 0 and do not decrease, or rows are undefined that none or several own.
-        gather_idx: int `[S]`: routed row s reads row `gather_idx[s]` of A. One outside A makes the result row 0.
+            `[expert_start[e], expert_start[e + 1])`. Rows from `expert_start[E]` on belong to no expert and are 0. The
+            first entry is 0 and entries do not decrease; otherwise rows that no expert or several experts own are
+            undefined.
+        gather_idx: int `[S]`: routed row s reads row `gather_idx[s]` of A. If there is no such row, the result row is
+            0.
         scatter_idx: int `[S]`, a permutation: routed row s is written to row `scatter_idx[s]`, or nowhere if there is
-            none; rows of the result that nothing is written to are undefined.
-        activation_format: None: W4A4, activations are quantized to NVFP4 first; "bf16": W4A16, they are used as they
-            are.
-        gate: B stacks `[gate; up]` rows; the result is `silu(gate) * up`, with `silu(x) = x * sigmoid(alpha * x)`.
+            no such row. Result rows to which nothing is written are undefined.
+        activation_format: None for W4A4 (activations are quantized to NVFP4 first), "bf16" for W4A16 (they are used as
+            they are).
+        gate: B has rows `[gate; up]`; the result is `silu(gate) * up`, with `silu(x) = x * sigmoid(alpha * x)`.
         act_fn: "silu".
         swiglu_alpha: alpha, 1 by default.
-        swiglu_limit: caps gate above, and up on both sides.
-        quantize_output: return the result in NVFP4: exactly what quantizing it in `output_dtype` gives.
-        output_dtype: of the result; A's own by default, bf16 for packed A.
-        a_global_scale: float32 multiplier of the activations: a scalar, one an expert `[E]`, or one a row `[M, 1]`.
-            None: each row's own, or 1 for packed A.
-        b_global_scale: float32 multiplier of the weights: a scalar, `[E]`, or `[E, 2]` where gate and up differ.
-        output_global_scale: that of a quantized result, a scalar or `[E]`; 1 by default.
+        swiglu_limit: clamps gate from above, and up from both sides.
+        quantize_output: return the result in NVFP4, exactly as if it were rounded to `output_dtype` and then quantized.
+        output_dtype: dtype of the result; by default that of A, or bf16 for packed A.
+        a_global_scale: float32 multiplier of the activations: a scalar, one for each expert `[E]`, or one for each row
+            `[M, 1]`. None: computed for each row, or 1 for packed A.
+        b_global_scale: float32 multiplier of the weights: a scalar, `[E]`, or `[E, 2]` if gate and up differ.
+        output_global_scale: multiplier of a quantized result, a scalar or `[E]`; 1 by default.
 
     Returns:
-        `[S, N]`; with `quantize_output` packed uint8 `[S, N/2]` and float8_e4m3fn `[S, N/16]`. S is M without an index.
+        `[S, N]`; with `quantize_output`, packed uint8 `[S, N/2]` and float8_e4m3fn `[S, N/16]`. Without indices, S is
+        M.
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -154,8 +158,8 @@ def _run_on_device(gemm: Gemm) -> List[torch.Tensor]:
 _SCALES = operands.Scales._fields
 _GEMM_FIELDS = {name: kind for name, kind in typing.get_type_hints(Gemm).items() if name != "b_scales"}
 _FLAT_FIELDS = {**_GEMM_FIELDS, **dict.fromkeys(_SCALES, Optional[torch.Tensor])}
-"""Names and types of what the registered op takes, tensors and scalars only: the fields of a `Gemm`, its scales tensor
-by tensor."""
+"""Names and types of the registered op's arguments, which are tensors and scalars only: the fields of a `Gemm`, with
+its scales as single tensors."""
 
 
 def _to_flat(gemm: Gemm) -> tuple:
@@ -173,7 +177,7 @@ def _from_flat(flat: tuple) -> Gemm:
 
 
 def _with_parameters(function: Callable[..., List[torch.Tensor]]) -> Callable[..., List[torch.Tensor]]:
-    """`function(*flat)` with a signature that says so; torch makes the op's schema of it."""
+    """`function(*flat)` with a signature that names every argument; torch makes the op's schema from it."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind, annotation=hint) for name, hint in _FLAT_FIELDS.items()]
     signature = inspect.Signature(parameters, return_annotation=List[torch.Tensor])

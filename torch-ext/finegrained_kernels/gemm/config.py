@@ -1,4 +1,4 @@
-"""Tile choice: a pure function of shapes and device, from shipped tables (tables/*.json) and one default rule."""
+"""Chooses tiles, as a pure function of shapes and device, from shipped tables (tables/*.json) and one default rule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .kernels.operands import BlockTile
 from .smem_plan import Config, with_strip
 
 DECODED_COLS = 32
-"""Compressed scales are decoded in whole blocks of so many columns (kernels/tile_scales.py)."""
+"""Compressed scales are decoded in whole blocks of this many columns (kernels/tile_scales.py)."""
 
 
 @functools.lru_cache(maxsize=None)
 def load_table(device_name: str) -> dict[tuple[int, int, bool], list[tuple[float, Config]]]:
-    """(N weight rows, K, whether scales are compressed) -> [(rows an expert, config)], ascending; empty for devices
+    """(N weight rows, K, whether scales are compressed) -> [(rows per expert, config)], ascending; empty for devices
     without a shipped table."""
     path = Path(__file__).parent / "tables" / f"{device_name.lower().replace(' ', '_')}.json"
     if not path.exists():
@@ -42,10 +42,11 @@ def choose_config(
     result_bytes: int,
     compressed: bool,
 ) -> Config:
-    """Tiles for `num_rows` routed rows over `num_experts` weights [weight_rows, depth]; `result_bytes`: `with_strip`.
+    """The tile for `num_rows` routed rows over `num_experts` weights [weight_rows, depth]; `result_bytes` as in
+    `with_strip`.
 
-    The table's entry of the largest rows an expert not above the call's (or its smallest); the default where there is
-    none, or where that entry's tiles are too few to occupy the device.
+    Takes the table's last entry with at most the call's rows per expert, or else its first. Takes the default if the
+    table has no entry, or if that entry's tiles are too few to occupy the device.
     """
     sms = num_sms(device)
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
@@ -63,18 +64,19 @@ def choose_config(
 
 
 def num_tiles(config: Config, weight_rows: int, num_rows: int, num_experts: int) -> int:
-    """Tiles when the rows are spread evenly."""
+    """The number of tiles if rows are spread evenly over experts."""
     groups = min(num_rows, num_experts)
     return groups * -(-num_rows // (groups * config.block_t)) * -(-weight_rows // config.block_n)
 
 
 WARPGROUP_TILES = ((128, 128, 8), (128, 64, 8), (64, 64, 4))
-"""block_n, block_t, num_warps, the best first where there is work enough."""
+"""(block_n, block_t, num_warps); the first is the best if there is enough work for it."""
 
 
 def default_config(weight_rows: int, depth: int, num_rows: int, num_experts: int, sms: int, is_hopper: bool) -> Config:
-    """The largest warpgroup tile that still gives every multiprocessor one, for many rows an expert on Hopper; else
-    token tiles that cover the mean group of routed rows, with chunks of 256 k where K has whole ones."""
+    """For many rows per expert on Hopper, the largest warpgroup tile that still gives every multiprocessor one.
+    Otherwise a tile with enough tokens for the mean number of rows per expert, and with chunks of 256 k if they divide
+    K."""
     rows_per_expert = num_rows / num_experts
     if is_hopper and rows_per_expert >= 32:
         for block_n, block_t, num_warps in WARPGROUP_TILES:
@@ -91,9 +93,9 @@ def default_config(weight_rows: int, depth: int, num_rows: int, num_experts: int
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Tile of a kernel in Triton: `rows` of weights, of each half where there is a gate, by `block_t` routed rows,
-    `block_k` deep a step. At most `programs_per_sm` are launched; each decodes up to `max_cols` columns of compressed
-    scales at a time."""
+    """Tile of a kernel in Triton: `rows` weight rows (with a gate, of each half) by `block_t` routed rows, in steps of
+    `block_k`. At most `programs_per_sm` programs are launched for each multiprocessor; each decodes up to `max_cols`
+    columns of compressed scales at a time."""
 
     rows: int
     block_k: int
@@ -107,9 +109,9 @@ PORTABLE = BlockConfig(rows=64, block_k=64, block_t=16)
 
 
 def scaled_config(rows_per_expert: float, gate: bool) -> BlockConfig:
-    """Of the block-scaled kernel; not tuned, as it never ran on a GPU that has such products.
+    """The tile of the block-scaled kernel. It is not tuned, as the kernel has never run on a GPU with such products.
 
-    128 weight rows and 16 routed rows or more: fewer, and Triton makes bf16 products of sm_100's.
+    It has 128 weight rows and at least 16 routed rows: with fewer, Triton uses bf16 products on sm_100.
     """
     block_t = 16
     while block_t < min(rows_per_expert, 64):
@@ -118,7 +120,7 @@ def scaled_config(rows_per_expert: float, gate: bool) -> BlockConfig:
 
 
 def plan_blocks(config: BlockConfig, num_cols: int, depth: int, compressed: bool) -> BlockTile:
-    """`config` as kernels are compiled for it, for results of `num_cols` columns and rows of `depth` weights."""
+    """What kernels are compiled for, given `config`, results of `num_cols` columns, and rows of `depth` weights."""
     blocks = cdiv(depth, 16 * DECODED_COLS)
     parts = cdiv(blocks * DECODED_COLS, config.max_cols) if compressed else 1
     return BlockTile(

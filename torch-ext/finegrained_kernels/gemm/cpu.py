@@ -1,7 +1,7 @@
-"""The GEMMs in torch, one expert at a time: what every device computes, and what runs without a GPU.
+"""The GEMMs in torch, one expert at a time. They define what every device computes, and run without a GPU.
 
-Weights and quantized activations become code * scale, exact in float32; products accumulate in float32; globals
-multiply the finished sums. Only one expert's weights are ever expanded: N * K * 4 bytes.
+Weights and quantized activations become code * scale, which is exact in float32. Products are summed in float32, and
+globals multiply the finished sums. Only one expert's weights are expanded at a time: N * K * 4 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .problem import Gemm
 
 
 @torch.no_grad()  # as on a GPU
-@torch.autocast("cpu", enabled=False)  # nor would kernels round products to bf16
+@torch.autocast("cpu", enabled=False)  # kernels would not round products to bf16 either
 def run_on_cpu(gemm: Gemm) -> list[torch.Tensor]:
     """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. Rows without an expert are 0."""
     out = torch.zeros(gemm.num_rows, gemm.num_cols, dtype=gemm.output_dtype, device="cpu")
@@ -45,7 +45,7 @@ def run_on_cpu(gemm: Gemm) -> list[torch.Tensor]:
 
 
 def routed_rows(gemm: Gemm) -> Iterator[tuple[int, torch.Tensor]]:
-    """(expert, its routed rows) for every expert that has any; rows whose gather source is outside `a` are dropped."""
+    """(expert, its routed rows) for every expert that has any. Rows whose gather index is outside `a` are dropped."""
     if gemm.expert_ids is not None:
         groups = ((e, (gemm.expert_ids == e).nonzero()[:, 0]) for e in gemm.expert_ids.unique().tolist())
     else:
@@ -62,7 +62,7 @@ def routed_rows(gemm: Gemm) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def expert_product(gemm: Gemm, expert: int, sources: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, N] of one expert: the scaled product, activated when gated."""
+    """One expert's float32 [rows, N]: the scaled product, and with a gate its activation."""
     a, a_global = activations(gemm, expert, sources)
     product = a @ expand(gemm.b[expert], expert_scales(gemm, expert)).T
     halves = product.unflatten(-1, (gemm.b_global.shape[1], -1)) * gemm.b_global[expert].unsqueeze(-1)
@@ -71,28 +71,28 @@ def expert_product(gemm: Gemm, expert: int, sources: torch.Tensor) -> torch.Tens
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float | None) -> torch.Tensor:
-    """silu(gate) * up with silu(x) = x * sigmoid(alpha * x); `limit` caps gate above, and up on both sides."""
+    """silu(gate) * up with silu(x) = x * sigmoid(alpha * x). `limit` clamps gate from above, and up from both sides."""
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * up
 
 
 def activations(gemm: Gemm, expert: int, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows an expert reads as float32 [rows, K], and the float32 global that multiplies their products."""
+    """The rows that an expert reads, float32 [rows, K], and the float32 global that multiplies their products."""
     a = gemm.a[sources]
     if gemm.weight_only:
         return a.float(), ones(1, 1)
     a_global = gemm.a_global
     if a_global is not None:
         a_global = a_global[sources] if a_global.ndim == 2 else of_expert(a_global, expert)
-    if a_global is None:  # never of packed activations
+    if a_global is None:  # never for packed activations
         a_global = global_from_amax(a.abs().amax(-1, keepdim=True))
     packed, scales = (a, gemm.a_scales[sources]) if gemm.a_scales is not None else quantize_groups(a, a_global)
     return expand(packed, scales), a_global
 
 
 def expert_scales(gemm: Gemm, expert: int) -> torch.Tensor:
-    """One expert's dense plane [N, K/16]."""
+    """One expert's scales as a dense plane [N, K/16]."""
     if isinstance(gemm.b_scales, NVFP4CSFScales):
         return decode_planes(gemm.b_scales, expert, expert + 1)[0]
     plane = gemm.b_scales[expert]
@@ -102,17 +102,17 @@ def expert_scales(gemm: Gemm, expert: int) -> torch.Tensor:
 
 
 def ones(*shape: int) -> torch.Tensor:
-    """On the CPU and of float32, whatever is the default."""
+    """Float32 ones on the CPU, whatever torch's defaults are."""
     return torch.ones(shape, dtype=torch.float32, device="cpu")
 
 
 def of_expert(scale: torch.Tensor, expert: int) -> torch.Tensor:
-    """Its entry [1, 1] of a per-expert [E] or shared [1] global."""
+    """The expert's entry [1, 1] of a global that is per expert [E] or shared [1]."""
     return scale[expert if len(scale) > 1 else 0].reshape(1, 1)
 
 
 def expand(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """code * scale as float32, exact: [.., K] of packed [.., K/2] and scale bytes [.., K/16]."""
+    """code * scale, exact in float32: [.., K] from packed [.., K/2] and scale bytes [.., K/16]."""
     values = e2m1_values().float()[unpack_e2m1(packed).int()]
     steps = scales.view(torch.float8_e4m3fn).float()
     return (values.unflatten(-1, (-1, GROUP)) * steps.unsqueeze(-1)).flatten(-2)

@@ -1,7 +1,7 @@
-"""cuBLAS's GEMM with its multiplier in device memory, which torch does not offer: the sums are rounded once.
+"""cuBLAS's GEMM with a multiplier in device memory, which torch does not offer. So the sums are rounded only once.
 
-The library is the one that torch has loaded. Handles and plans are made once a device and shape, and are never freed;
-threads may share them.
+The library is the one that torch has loaded. Handles are made once per device and plans once per shape; they are never
+freed, and threads may share them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 COMPUTE_32F, REAL_32F, REAL_16BF = 68, 0, 14
 TRANSPOSED, DEVICE_POINTERS = 1, 1
-POINTER_MODE, TRANSA = 2, 3  # attributes of a product
-MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)  # of a preference
+POINTER_MODE, TRANSA = 2, 3  # attributes of a matmul descriptor
+MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)  # attributes of a preference
 WORKSPACE_BYTES, ALIGNMENT = 32 << 20, 16
 
 
@@ -30,7 +30,7 @@ class Heuristic(ctypes.Structure):
 
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """cublasLt, or None where torch has not loaded it."""
+    """cublasLt, or None if torch has not loaded it."""
     major = (torch.version.cuda or "").split(".")[0]
     try:
         return ctypes.CDLL(f"libcublasLt.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -61,7 +61,8 @@ def set_attribute(function: str, described: ctypes.c_void_p, attribute: int, val
 
 
 class Plan:
-    """out[:, :rows] = factor * x @ weights.T: x [M, K], weights [rows, K], bf16, out [M, stride], float32 sums."""
+    """out[:, :rows] = factor * x @ weights.T, in bf16 with float32 sums: x [M, K], weights [rows, K], out [M,
+    stride]."""
 
     def __init__(self, device_index: int, num_tokens: int, rows: int, depth: int, stride: int) -> None:
         self.handle = handle_of(device_index)
@@ -91,7 +92,7 @@ class Plan:
         self.workspace_bytes = max(16, self.heuristic.workspace_bytes)
 
     def __call__(self, x: int, weights: int, out: int, factors: int, workspace: int, stream: int) -> None:
-        """Addresses; `factors`: (factor, 0) float32."""
+        """All arguments are addresses; at `factors` is (factor, 0) in float32."""
         left, right, result = self.layouts
         pointer = ctypes.c_void_p
         call(

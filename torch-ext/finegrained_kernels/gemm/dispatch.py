@@ -28,15 +28,15 @@ from .split import SplitConfig, choose_split, plan_split
 ALIGNMENT = 16
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 EARLY_TOKENS = 128
-"""Of a tile, from which on `nvfp4_split_kernel` may begin before its tokens are permuted, and waits for them itself: of
-fewer, it is slower so."""
+"""From this many tokens per tile on, `nvfp4_split_kernel` may begin before its tokens are permuted, and waits for them
+itself. With fewer tokens that is slower."""
 MMA_REGISTERS = 128
-"""Registers of a thread of `nvfp4_split_kernel` without warpgroups: the assembler itself takes fewer, and spills."""
+"""Registers per thread of `nvfp4_split_kernel` without warpgroups. By itself the assembler takes fewer, and spills."""
 
 
 def run_on_gpu(gemm: Gemm, config: Config | BlockConfig | None = None) -> list[torch.Tensor]:
-    """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. `config` overrides the table's; a
-    BlockConfig is one of the portable kernel, which runs everywhere."""
+    """[out [S, N]], or [packed [S, N/2], scales [S, N/16]] with `quantize_output`. `config` overrides the chosen tile;
+    a BlockConfig selects the portable kernel, which runs everywhere."""
     check_memory(gemm)
     outputs = new_outputs(gemm)
     if not gemm.num_rows:
@@ -58,7 +58,7 @@ def run_on_gpu(gemm: Gemm, config: Config | BlockConfig | None = None) -> list[t
 
 
 def run_one_weight(gemm: Gemm, outputs: list[torch.Tensor]) -> bool:
-    """Run a GEMM of one weight, whose rows are not routed, on what is made for it, if this device has that."""
+    """Run a GEMM with one weight and rows that are not routed on a kernel made for that, if this device has one."""
     is_routed = gemm.expert_ids is not None or gemm.expert_start is not None
     if gemm.num_experts > 1 or is_routed or gemm.gather_idx is not None or gemm.scatter_idx is not None:
         return False
@@ -73,8 +73,8 @@ def run_one_weight(gemm: Gemm, outputs: list[torch.Tensor]) -> bool:
 
 
 def check_memory(gemm: Gemm) -> None:
-    """The kernels read weights and scales as 16-byte vectors of one dense block. They are never copied behind the
-    caller's back: they are most of the memory there is."""
+    """Raise ValueError unless weights and scales are contiguous and aligned, because kernels read them as 16-byte
+    vectors. They are not copied behind the caller's back: they take most of the memory."""
     scales = gemm.b_scales
     parts = scales.state_dict() if isinstance(scales, NVFP4CSFScales) else {"Bs": scales}
     for name, tensor in {"B": gemm.b, **parts}.items():
@@ -85,7 +85,8 @@ def check_memory(gemm: Gemm) -> None:
 
 
 def with_readable_scales(gemm: Gemm) -> Gemm:
-    """`gemm`, its scales decoded into new memory if they are compressed and its kernel does not read them so."""
+    """`gemm`, with its scales decoded into new memory if they are compressed and its kernel does not read them
+    directly."""
     is_read = reads_compressed_on(gemm.a.device, gemm.depth, gemm.weight_only)
     if is_read or not isinstance(gemm.b_scales, NVFP4CSFScales):
         return gemm
@@ -94,7 +95,7 @@ def with_readable_scales(gemm: Gemm) -> Gemm:
 
 
 def aligned(a: torch.Tensor) -> torch.Tensor:
-    """`a`, contiguous and aligned: copied if it is not."""
+    """`a`, copied if it is not contiguous and aligned."""
     a = a.contiguous()
     return a if a.data_ptr() % ALIGNMENT == 0 else a.clone()
 
@@ -108,10 +109,10 @@ def new_outputs(gemm: Gemm) -> list[torch.Tensor]:
 
 
 class PreparedActivations(NamedTuple):
-    """What a kernel multiplies, rows by K or K/2 packed, and how its rows are reached."""
+    """The activations that a kernel multiplies, rows by K (or K/2 packed), and how it finds its rows."""
 
     values: torch.Tensor
-    scales: Optional[torch.Tensor]  # of packed values
+    scales: Optional[torch.Tensor]  # if values are packed
     global_scale: Optional[torch.Tensor]
     gather_idx: Optional[torch.Tensor]  # the gather that is left to do
 
@@ -119,8 +120,9 @@ class PreparedActivations(NamedTuple):
 def prepare_activations(gemm: Gemm) -> PreparedActivations:
     """Values in bf16 or fp16 [rows, K].
 
-    W4A16 uses `a` as it is. W4A4 multiplies exact bf16 code * scale, made here in one pass over the activations; only a
-    global of each expert makes it expand the routed rows first, since one source row then has several quantizations.
+    W4A16 uses `a` as it is. W4A4 multiplies exact bf16 code * scale, computed here in one pass over the activations. If
+    each expert has its own global, routed rows are gathered first, because a source row is then quantized in several
+    ways.
     """
     a = aligned(gemm.a)
     if gemm.weight_only:
@@ -133,7 +135,7 @@ def prepare_activations(gemm: Gemm) -> PreparedActivations:
 
 
 def packed_activations(gemm: Gemm) -> PreparedActivations:
-    """W4A4 as block-scaled products read it: values packed [rows, K/2], with scales [rows, K/16]."""
+    """W4A4 activations for block-scaled products: packed values [rows, K/2], with scales [rows, K/16]."""
     if gemm.a_scales is not None:
         return PreparedActivations(aligned(gemm.a), gemm.a_scales.contiguous(), gemm.a_global, gemm.gather_idx)
     a_global, row_index, gather_idx = quantizer_rows(gemm)
@@ -142,14 +144,15 @@ def packed_activations(gemm: Gemm) -> PreparedActivations:
 
 
 def quantizer_rows(gemm: Gemm) -> tuple[Optional[torch.Tensor], Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(global of the rows to quantize, None for their own; the source of each, None for all; the gather left to do)."""
+    """(global of the rows to quantize, or None to compute it per row; the source of each row, or None for all rows in
+    order; the gather that is left to do)."""
     if gemm.a_global is None or gemm.a_global.ndim == 2 or len(gemm.a_global) == 1:
         return gemm.a_global, None, gemm.gather_idx
     return gemm.a_global[row_experts(gemm)], gemm.gather_idx, None
 
 
 def row_experts(gemm: Gemm) -> torch.Tensor:
-    """The expert [S] of each routed row, clamped into range (rows of no expert multiply no weights)."""
+    """The expert of each routed row, [S], clamped into range (rows without an expert multiply no weights)."""
     if gemm.expert_ids is not None:
         return gemm.expert_ids.long().clamp(0, gemm.num_experts - 1)
     if gemm.expert_start is None:
@@ -158,7 +161,8 @@ def row_experts(gemm: Gemm) -> torch.Tensor:
 
 
 def kernel_arguments(gemm: Gemm, activations: PreparedActivations, outputs: list[torch.Tensor]) -> tuple:
-    """What every kernel takes after activations and the weight, in order, but its compile-time constants."""
+    """The arguments that every kernel takes after activations and weight, in order, except its compile-time
+    constants."""
     x_global = activations.global_scale
     epilogue = Epilogue(
         x_global=x_global,
@@ -178,7 +182,7 @@ def kernel_arguments(gemm: Gemm, activations: PreparedActivations, outputs: list
 
 
 def kernel_shape(gemm: Gemm, x_global: Optional[torch.Tensor]) -> Shape:
-    """`x_global`: the activations' global."""
+    """The kernel's `Shape`. `x_global` is the activations' global."""
     return Shape(
         N=gemm.num_cols,
         K=gemm.depth,
@@ -194,7 +198,7 @@ def kernel_shape(gemm: Gemm, x_global: Optional[torch.Tensor]) -> Shape:
 
 
 def is_per_expert(gemm: Gemm, x_global: torch.Tensor) -> bool:
-    """Whether the kernel reads one activation global an expert: packed activations with a 1-D [E] global."""
+    """Whether the kernel reads one activation global for each expert: for packed activations with a 1-D [E] global."""
     return gemm.a_scales is not None and x_global.ndim == 1
 
 
@@ -203,7 +207,7 @@ def choose_kernel(gemm: Gemm) -> str:
 
 
 def tensor_core_weight(gemm: Gemm, has_strip: bool) -> Weight:
-    """Codes in words of a group; scales compressed, or in words of 8 where they have a strip, else in pairs."""
+    """Codes in words of a group; scales compressed, or in words of 8 if they go to a strip, or in pairs."""
     scales = gemm.b_scales
     if isinstance(scales, NVFP4CSFScales):
         codes = scales.codes.view(torch.int32)
@@ -214,7 +218,7 @@ def tensor_core_weight(gemm: Gemm, has_strip: bool) -> Weight:
 
 
 def byte_weight(gemm: Gemm, scratch_bytes: int) -> Weight:
-    """For kernels in Triton: codes as bytes, and if scales are compressed, memory that they are decoded into."""
+    """For kernels in Triton: codes as bytes, and for compressed scales the memory into which they are decoded."""
     codes, scales = gemm.b.view(torch.uint8), gemm.b_scales
     if not isinstance(scales, NVFP4CSFScales):
         return Weight(codes, Scales(scales.view(torch.uint8)))
@@ -225,14 +229,14 @@ def byte_weight(gemm: Gemm, scratch_bytes: int) -> Weight:
 def launch_mma(
     gemm: Gemm, config: Config | None, activations: PreparedActivations, outputs: list[torch.Tensor]
 ) -> object:
-    """Launch on tensor cores. With a `config` of the caller's, a tuner's, returns the compiled kernel."""
+    """Launch on tensor cores. If the caller, which is a tuner, passes a `config`, returns the compiled kernel."""
     from .kernels.mma import nvfp4_gemm_kernel  # Gluon exists for NVIDIA builds of Triton
     from .kernels.sm90_wgmma import nvfp4_wgmma_kernel, permute_tokens
 
     is_tuning = config is not None
     compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
     if config is None:
-        rows = gemm.num_rows if gemm.expert_ids is None else min(gemm.num_rows, gemm.num_experts)  # a row, a tile
+        rows = gemm.num_rows if gemm.expert_ids is None else min(gemm.num_rows, gemm.num_experts)  # or a tile per row
         config = choose_config(
             gemm.a.device, gemm.b.shape[1], gemm.depth, rows, gemm.num_experts, result_bytes(gemm), compressed
         )
@@ -255,13 +259,13 @@ def launch_mma(
 def launch_split(
     gemm: Gemm, config: SplitConfig, activations: PreparedActivations, outputs: list[torch.Tensor]
 ) -> None:
-    """One weight, a tile a cluster."""
+    """Launch the kernel for one weight, with one tile per cluster."""
     from .kernels.sm90_split import nvfp4_split_kernel  # Gluon exists for NVIDIA builds of Triton
     from .kernels.sm90_wgmma import permute_tokens
 
     compressed = isinstance(gemm.b_scales, NVFP4CSFScales)
     plan = plan_split(config, gemm.num_cols, gemm.depth, gemm.gate, compressed)
-    assert plan is not None, config  # `choose_split` has seen to it
+    assert plan is not None, config  # ensured by `choose_split`
     x = permute_tokens(activations.values, plan.GROUPS) if plan.WARPGROUP else activations.values
     constants = {"SHAPE": kernel_shape(gemm, activations.global_scale), "TILE": plan, "num_warps": config.num_warps}
     if not plan.WARPGROUP:
@@ -276,18 +280,19 @@ def launch_split(
 
 
 def brings_whole_scales(gemm: Gemm, config: Config) -> bool:
-    """Whether dense scales come to a strip, a tile's at once."""
+    """Whether a tile's dense scales go to a strip, all at once."""
     is_dense = isinstance(gemm.b_scales, torch.Tensor) and gemm.b_scales.ndim < 5
     return is_dense and comes_whole(config, gemm.depth, result_bytes(gemm))
 
 
 def result_bytes(gemm: Gemm) -> int:
-    """Bytes of results, before they are requantized, that a weight row has for a routed row."""
+    """Bytes of one value of the result before it is requantized, for each weight row."""
     return gemm.output_dtype.itemsize // (2 if gemm.gate else 1)
 
 
 def max_row_tiles(gemm: Gemm, block_t: int) -> int:
-    """No routing of these rows makes more row tiles: every group may end in a tile that is not full."""
+    """An upper bound on row tiles for any routing of these rows: every expert's rows may end in a tile that is not
+    full."""
     rows = gemm.num_rows
     if gemm.expert_ids is not None:
         return rows
@@ -318,7 +323,8 @@ def launch_blocks(
     activations: PreparedActivations,
     outputs: list[torch.Tensor],
 ) -> None:
-    """A kernel in Triton, on a persistent grid: programs have a scratch each, which is not to grow with the weights."""
+    """Launch a kernel in Triton on a persistent grid: each program has a scratch, which must not grow with the
+    weights."""
     tile = plan_blocks(config, gemm.num_cols, gemm.depth, isinstance(gemm.b_scales, NVFP4CSFScales))
     tiles = max_row_tiles(gemm, tile.BLOCK_T) * tile.N_TILES
     programs = min(tiles, num_sms(gemm.a.device) * config.programs_per_sm)

@@ -1,4 +1,4 @@
-"""The one boundary of the GEMMs: every argument checked, named and normalized into a `Gemm`."""
+"""The one boundary of the GEMMs: checks every argument, and normalizes them into a `Gemm`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Global = Union[torch.Tensor, float, None]
 
 
 class Arguments(NamedTuple):
-    """A public GEMM's arguments as they came, by name: api.py. B and its scales are of a stack of experts, [E, ..]."""
+    """A public GEMM's arguments by name, as the caller passed them (api.py). B and its scales are for a stack of
+    experts, [E, ..]."""
 
     A: torch.Tensor
     B: torch.Tensor
@@ -48,13 +49,13 @@ class Arguments(NamedTuple):
 class Gemm:
     """Validated arguments. E experts, N output columns, K inputs, M rows of `a`, S routed rows.
 
-    With `gate`, the weight rows are [gate; up], 2N of them, and `b_global` has two columns.
-    At most one of `expert_ids` and `expert_start` is set; with neither, the only expert owns every row.
+    With `gate`, there are 2N weight rows, [gate; up], and `b_global` has two columns. At most one of `expert_ids` and
+    `expert_start` is set. If neither is, there is one expert, which owns every row.
     """
 
     a: torch.Tensor  # bf16/fp16/fp32 [M, K], or packed uint8 [M, K/2] with a_scales
     a_scales: Optional[torch.Tensor]  # float8_e4m3fn [M, K/16]
-    a_global: Optional[torch.Tensor]  # float32 [1], one an expert [E], or one a row [M, 1]
+    a_global: Optional[torch.Tensor]  # float32 [1], one per expert [E], or one per row [M, 1]
     b: torch.Tensor  # packed uint8 [E, N or 2N, K/2]
     b_scales: Scales  # float8_e4m3fn [E, N or 2N, K/16], or swizzled, or compressed
     b_global: torch.Tensor  # float32 [E, 1], or [E, 2] for gate and up
@@ -76,13 +77,13 @@ class Gemm:
 
     @property
     def num_rows(self) -> int:
-        """S, the rows of the output."""
+        """S, the number of rows of the output."""
         index = self.expert_ids if self.expert_ids is not None else self.gather_idx
         return self.a.shape[0] if index is None else index.shape[0]
 
     @property
     def num_cols(self) -> int:
-        """N, the columns of the output."""
+        """N, the number of columns of the output."""
         return self.b.shape[1] // (2 if self.gate else 1)
 
     @property
@@ -92,12 +93,13 @@ class Gemm:
 
 
 def fault(name: str, expected: str, got: object) -> ValueError:
-    """To be raised; made only where a check fails, since its text costs more than all checks of a call."""
+    """The error to raise. It is made only if a check fails, because its text takes more time than all checks of a
+    call."""
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def check_weights(B: torch.Tensor, Bs: Scales | None, gate: bool) -> Scales:
-    """`Bs`, if B is packed weights [E, N, K/2] and these their scales: dense [E, N, K/16], swizzled or compressed."""
+    """`Bs`, if B is packed weights [E, N, K/2], and Bs their scales: dense [E, N, K/16], swizzled or compressed."""
     if not isinstance(B, torch.Tensor) or B.dtype not in (torch.uint8, torch.int8):
         raise TypeError(f"B: expected packed uint8 or int8, got {kind_of(B)}")
     shape = tuple(B.shape)
@@ -156,7 +158,7 @@ def check_activations(A: torch.Tensor, As: torch.Tensor | None, depth: int, weig
 
 
 def _filled(value: float, *, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)  # a fill: it may be captured in a graph
+    return torch.full((), value, dtype=torch.float32, device=device)  # a fill, which may be captured in a graph
 
 
 def normalize_global(

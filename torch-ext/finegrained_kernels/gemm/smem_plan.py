@@ -1,7 +1,8 @@
-"""A tile of the tensor-core kernels and the memory it takes: the one plan that kernels, launcher, tuner and tests read.
+"""A tile of the tensor-core kernels and the memory that it takes. Kernels, launcher, tuner and tests all use this plan.
 
-A program's shared memory is a ring of stages, a chunk of weights and activations each; results on their way out; and,
-unless scales come through the ring with the weights, one strip or two of a tile's scales (kernels/scale_strip.py).
+A program's shared memory holds a ring of stages, each with a chunk of weights and activations; results on their way
+out; and, unless scales come through the ring with the weights, one or two strips with a tile's scales
+(kernels/scale_strip.py).
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from typing import Protocol
 from ..nvfp4.reference import GROUP
 
 MAX_STRIP_BYTES = 48 << 10
-"""Shared memory that a kernel may declare by itself, on every GPU."""
+"""Bytes of shared memory that a kernel may declare by itself, on every GPU."""
 
 LEAST_BYTES = 99 << 10
-"""Shared memory that a program may have on every GPU that kernels/mma.py runs on."""
+"""Bytes of shared memory that a program may have on every GPU on which kernels/mma.py runs."""
 
 HOPPER_BYTES = 228 << 10
-"""Shared memory of a multiprocessor that has warpgroup products, of which every program takes `RESERVED_BYTES`."""
+"""Bytes of shared memory of a Hopper multiprocessor; the system takes `RESERVED_BYTES` of it for every program."""
 
 RESERVED_BYTES = 1024
 
 RESULT_BYTES = 16 << 10
-"""How many bytes of results are in shared memory at a time, on their way out, or less than twice as many."""
+"""Bytes of results that are in shared memory at a time, on their way out; there may be up to twice as many."""
 
 
 class HasBlocks(Protocol):
-    """A `Config`, or one weight's (split.py)."""
+    """A `Config`, or a `SplitConfig` (split.py)."""
 
     @property
     def block_n(self) -> int: ...
@@ -40,12 +41,12 @@ class HasBlocks(Protocol):
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of one program: `block_n` weight rows by `block_t` routed rows, `block_k` deep a step.
+    """Tile of one program: `block_n` weight rows by `block_t` routed rows, in steps of `block_k`.
 
-    `warpgroup`: Hopper's warpgroup products (kernels/sm90_wgmma.py), for many rows an expert; else kernels/mma.py.
-    `max_registers`: of a thread, so that `programs_per_sm` programs fit; None leaves it to the compiler.
-    `max_cols`: of compressed scales decoded at a time, for the same.
-    `chunks_at_once`: steps whose copies are asked for together; `num_stages` are a multiple of it.
+    `warpgroup`: Hopper's warpgroup products (kernels/sm90_wgmma.py), for many rows per expert; else kernels/mma.py.
+    `max_registers`: registers per thread, so that `programs_per_sm` programs fit; None leaves it to the compiler.
+    `max_cols`: columns of compressed scales that are decoded at a time, for the same reason.
+    `chunks_at_once`: how many steps' copies are started together; `num_stages` is a multiple of it.
     """
 
     block_n: int
@@ -62,7 +63,8 @@ class Config:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """A `Config` as kernels are compiled for it, for one shape. Values alone: kernels/operands.py says why."""
+    """What kernels are compiled for, given a `Config` and a shape. It holds only values; kernels/operands.py says
+    why."""
 
     BLOCK_N: int
     BLOCK_T: int
@@ -70,28 +72,29 @@ class TilePlan:
     """Groups of 16 k in a chunk."""
     STAGES: int
     BURST: int
-    """Chunks asked for together."""
+    """Chunks whose copies are started together."""
     HALVES: int
-    """2 with a gate, whose rows a tile has beside those of up; else 1."""
+    """2 with a gate, when a tile has rows of gate and of up; else 1."""
     HALF: int
-    """Weight rows of each half in a tile, and so the output's columns."""
+    """Weight rows of each half in a tile, which are columns of the output."""
     N_TILES: int
     """Tiles along the output's columns."""
     PARTS: int
     """Parts of a warpgroup tile's rows that are multiplied one after the other."""
     COLS: int
-    """Scale columns that a strip holds: all of a row, or an equal part."""
+    """Scale columns in a strip: a whole row, or one of several equal parts."""
     STRIPS: int
-    """Of scales: none where they come through the ring; two where the next tile's are stored while this one's serve."""
+    """Strips of scales: none if scales come through the ring; two if the next tile's are stored while this one's are in
+    use."""
     STRIDE: int
     """Bytes from row to row of a strip."""
     STRIP_BYTES: int
-    """What a kernel declares for its strips."""
+    """Bytes that a kernel declares for its strips."""
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_tile(config: Config, num_cols: int, depth: int, gate: bool, has_strip: bool, compressed: bool) -> TilePlan:
-    """The plan of `config` for results of `num_cols` columns and rows of `depth` weights."""
+    """The plan for `config`, results of `num_cols` columns, and rows of `depth` weights."""
     groups, halves = config.block_k // GROUP, 2 if gate else 1
     half = config.block_n // halves
     cols = strip_cols(config, depth) if compressed else depth // GROUP
@@ -113,7 +116,7 @@ def plan_tile(config: Config, num_cols: int, depth: int, gate: bool, has_strip: 
 
 
 def strip_cols(config: Config, depth: int) -> int:
-    """Columns of scales decoded at a time: a row's, or equal parts of whole chunks where rows are long."""
+    """Columns of scales that are decoded at a time: a whole row, or if rows are long, equal parts of whole chunks."""
     cols, groups = depth // GROUP, config.block_k // GROUP
     while cols > config.max_cols and cols % (2 * groups) == 0 and not config.warpgroup:
         cols //= 2
@@ -126,14 +129,14 @@ def strip_stride(cols: int, groups: int) -> int:
 
 
 def num_parts(config: Config) -> int:
-    """Parts of a warpgroup tile's rows: as many rows as all warps multiply at once, where of more the sums of so many
-    tokens do not fit in registers."""
+    """Into how many parts a warpgroup tile's rows are divided. With many tokens the sums of all rows do not fit in
+    registers, so a part has as many rows as all warps multiply at once."""
     return config.block_n // (16 * config.num_warps) if config.warpgroup and config.block_t > 64 else 1
 
 
 def num_strips(config: Config, depth: int) -> int:
-    """Two, for the next tile's scales to be stored between this tile's products: by warpgroups that have a
-    multiprocessor alone, if they fit, and if a tile has two chunks to store them between."""
+    """Two strips if the next tile's scales can be stored between this tile's products: by a warpgroup program that has
+    a multiprocessor to itself, if both strips fit, and if a tile has at least two chunks. Else one."""
     fit = 2 * one_strip_bytes(config, depth) <= MAX_STRIP_BYTES
     return 2 if config.warpgroup and config.num_warps > 4 and fit and depth > config.block_k else 1
 
@@ -143,47 +146,47 @@ def one_strip_bytes(config: Config, depth: int) -> int:
 
 
 def strip_bytes(config: Config, depth: int) -> int:
-    """Shared memory that a kernel declares for its strips."""
+    """Bytes of shared memory that a kernel declares for its strips."""
     return whole_units(num_strips(config, depth) * one_strip_bytes(config, depth), config.warpgroup)
 
 
 def whole_units(num_bytes: int, warpgroup: bool) -> int:
-    """As a kernel declares them: Triton's own shared memory follows, and warpgroup operands there are aligned to 1
-    KB."""
+    """`num_bytes` rounded up to the units in which a kernel declares shared memory. Triton's own memory follows, in which
+    warpgroup operands are aligned to 1 KB."""
     unit = 1024 if warpgroup else 256
     return -(-num_bytes // unit) * unit
 
 
 def stage_bytes(config: HasBlocks) -> int:
-    """One stage of the ring: a chunk's codes, 4 bits each, and activations, 16 bits each."""
+    """Bytes of one stage of the ring: a chunk's codes, 4 bits each, and activations, 16 bits each."""
     return config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2
 
 
 def shared_bytes(config: Config, depth: int, result_bytes: int) -> int:
-    """Shared memory of one program of a warpgroup tile with strips. Of float32 results, which are requantized, half of
-    a tile's may be in shared memory at a time."""
+    """Bytes of shared memory of one program with a warpgroup tile and strips. If results are float32, to be
+    requantized, up to half of a tile's may be in shared memory at a time."""
     at_once = RESULT_BYTES if result_bytes < 4 else 2 * RESULT_BYTES
     results = min(at_once, config.block_n * config.block_t * result_bytes // num_parts(config))
     return config.num_stages * stage_bytes(config) + strip_bytes(config, depth) + results + RESERVED_BYTES
 
 
 def reads_compressed(depth: int, has_warpgroups: bool) -> bool:
-    """Whether the tensor-core kernels of a GPU read compressed scales of rows of `depth` weights: whole words of codes,
-    and a narrow tile's strip fits. Where there are warpgroup tiles, which have no slices, it is one of theirs, so that
-    both forms of scales always have tiles of one kind."""
+    """Whether a GPU's tensor-core kernels read compressed scales of rows of `depth` weights. The codes of a row have to
+    be whole words, and the strip of a narrow tile has to fit. On a GPU with warpgroup tiles, which have no slices, that
+    is a warpgroup tile, so that both forms of scales always use the same kind of tile."""
     narrow = Config(64, 128, 64, 4, 4, 1, warpgroup=True)
     if not has_warpgroups:
-        narrow = Config(32, 128 if depth % 256 else 256, 32, 2, 3, 1)  # the longer a step, the longer slices may be
+        narrow = Config(32, 128 if depth % 256 else 256, 32, 2, 3, 1)  # longer steps allow longer slices
     return depth % 128 == 0 and strip_bytes(narrow, depth) <= MAX_STRIP_BYTES
 
 
 def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
-    """`config` with room for a tile's scales: narrower tiles if need be. It steps through K as `config` does.
+    """`config` changed so that a tile's scales fit, with narrower tiles if necessary. The steps through K stay.
 
-    Triton asks for more than 48 KB a program only if its own shared memory is more, so a deeper ring makes it so. Its
-    own is the ring and, as results are rearranged, up to `result_bytes` for every weight row and routed row of a tile.
-    Raises ValueError where no tile is narrow enough (`reads_compressed` is False): Triton would end the process.
-    A ring that leaves no room for strips and results is shortened.
+    Triton requests more than 48 KB for a program only if its own shared memory is larger than that, so where the total
+    is, the ring is made deeper. Triton's own memory is the ring and, while results are rearranged, up to `result_bytes`
+    for every weight row and routed row of a tile. A ring that leaves no room for strips and results is shortened.
+    Raises ValueError if no tile is narrow enough (`reads_compressed` is False): Triton would end the process.
     """
     while True:
         strips, stage, num_stages = strip_bytes(config, depth), stage_bytes(config), config.num_stages
@@ -205,9 +208,10 @@ def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
 
 @functools.lru_cache(maxsize=4096)
 def comes_whole(config: Config, depth: int, result_bytes: int) -> bool:
-    """Whether a tile's dense scales are copied into a strip, all at once, and not a chunk's share at a time, which is
-    so little that every sector of memory is read several times. Measured: those of short rows; of warpgroup tiles
-    those of rows long enough to hide it, behind products or another tile, if registers and shared memory hold them."""
+    """Whether a tile's dense scales are copied into a strip all at once. A chunk's share is so small that, copied chunk
+    by chunk, every sector of memory is read several times. By measurement, short rows are copied at once; in warpgroup
+    tiles, rows that are long enough to hide the copy behind products or another tile, if registers and shared memory
+    hold them."""
     if config.warpgroup:
         words_a_lane = config.block_n * depth // (GROUP * 8 * 32 * config.num_warps)
         hidden = config.num_warps > 4 or config.programs_per_sm > 1

@@ -1,7 +1,7 @@
-"""Tiles of one weight whose K the programs of a cluster share (kernels/sm90_split.py): their plan, and which to take.
+"""Plans and chooses tiles for one weight, where the programs of a cluster share K (kernels/sm90_split.py).
 
 The choice is a pure function of shapes and device: measured tiles (tables/split/*.json), or a rule. Dense and
-compressed scales have the same tiles, and so the same bits.
+compressed scales use the same tiles, so results have the same bits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..nvfp4.reference import GROUP
 from .smem_plan import HOPPER_BYTES, MAX_STRIP_BYTES, RESERVED_BYTES, stage_bytes, strip_stride, whole_units
 
 STRIP_BYTES = 20 << 10
-"""Of decoded scales, what a warpgroup tile has in shared memory at a time, or less than that."""
+"""The most bytes of decoded scales that a warpgroup tile has in shared memory at a time."""
 
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Tile of a cluster of `programs`: `block_n` weight rows by `block_t` tokens; each steps through its part of K by
-    `block_k`."""
+    """Tile of a cluster of `programs`: `block_n` weight rows by `block_t` tokens. Each program goes through its part of
+    K in steps of `block_k`."""
 
     block_n: int
     block_k: int
@@ -37,7 +37,8 @@ class SplitConfig:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A `SplitConfig` as the kernel is compiled for it: what a `TilePlan` says (smem_plan.py), and the cluster."""
+    """What the kernel is compiled for, given a `SplitConfig`: the fields of a `TilePlan` (smem_plan.py), and the
+    cluster."""
 
     BLOCK_N: int
     BLOCK_T: int
@@ -56,7 +57,7 @@ class SplitPlan:
 
 @functools.lru_cache(maxsize=4096)
 def plan_split(config: SplitConfig, num_cols: int, depth: int, gate: bool, compressed: bool) -> SplitPlan | None:
-    """The plan of `config`, or None where it does not fit the shape or shared memory."""
+    """The plan for `config`, or None if it does not fit the shape or shared memory."""
     groups, halves = config.block_k // GROUP, 2 if gate else 1
     if depth % (config.block_k * config.programs):
         return None
@@ -90,7 +91,7 @@ def plan_split(config: SplitConfig, num_cols: int, depth: int, gate: bool, compr
 
 
 def reads_whole(config: SplitConfig, depth: int) -> bool:
-    """Whether the kernel runs on rows of `depth` weights in this tile, with scales in either form."""
+    """Whether the kernel runs on rows of `depth` weights with this tile, for both forms of scales."""
     return all(plan_split(config, config.block_n, depth, False, compressed) for compressed in (False, True))
 
 
@@ -108,7 +109,7 @@ def load_split_table(device_name: str) -> dict[tuple[int, int], list[tuple[int, 
 
 @functools.lru_cache(maxsize=4096)
 def choose_split(device: torch.device, weight_rows: int, depth: int, num_tokens: int) -> SplitConfig | None:
-    """Tiles for one weight [weight_rows, depth], or None where another kernel has to multiply it."""
+    """The tile for one weight [weight_rows, depth], or None if another kernel has to multiply it."""
     if not has_clusters(device):
         return None
     entries = load_split_table(torch.cuda.get_device_name(device)).get((weight_rows, depth), [])
@@ -118,13 +119,14 @@ def choose_split(device: torch.device, weight_rows: int, depth: int, num_tokens:
 
 
 def has_clusters(device: torch.device) -> bool:
-    """Hopper, whose warpgroup products the kernel also needs."""
+    """Whether the device is a Hopper GPU, whose warpgroup products the kernel needs too."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def default_split(weight_rows: int, depth: int, num_tokens: int, sms: int) -> SplitConfig | None:
-    """For shapes without measured tiles: the fewest tokens that cover the call's, up to 64 or, of a weight large enough
-    to occupy the GPU so, 256; then the fewest programs a tile that occupy it. None where K has no whole chunks."""
+    """The tile for shapes without measured ones. It has the fewest tokens that cover the call's, up to 64, or up to 256
+    if the weight is large enough to occupy the GPU that way; then the fewest programs per tile that occupy the GPU.
+    None if K is not a whole number of chunks."""
     if depth % 128:
         return None
     rows_128 = cdiv(weight_rows, 128)
@@ -143,7 +145,7 @@ def default_split(weight_rows: int, depth: int, num_tokens: int, sms: int) -> Sp
     chunks = depth // config.block_k
     options = [replace(config, programs=n) for n in (1, 2, 4, 8) if chunks % n == 0]
     options = [option for option in options if reads_whole(option, depth)]
-    wanted = 1.5 if config.num_warps == 4 else 0.9  # programs a multiprocessor
+    wanted = 1.5 if config.num_warps == 4 else 0.9  # programs per multiprocessor
     for least in (wanted, 0.9):
         for option in options:
             load = tiles * option.programs / sms
