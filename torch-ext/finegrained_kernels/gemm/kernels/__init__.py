@@ -1,1 +1,1 @@
-"""The GEMM kernels, a file each, and what several of them are made of."""
+"""The GEMM kernels, one in each file, and the parts that they share."""

@@ -1,8 +1,9 @@
-"""Sums that the programs of a cluster share: neighbours in the grid that run at once and reach each other's shared
-memory.
+"""Adds up sums over the programs of a cluster: neighbours in the grid that run at the same time and can access each
+other's shared memory.
 
-Triton does not know of the cluster, which the launch asks for (launching.py), so what crosses it is PTX. Sums travel
-through the memory that Triton gave to the ring, at its start, when no program's ring is in use any more.
+Triton does not know of the cluster, which is requested by the launch (launching.py), so everything that crosses it is
+PTX. Sums travel through the start of the memory that Triton allocated for the ring, when no program uses its ring any
+more.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ RECEIVE = gl.constexpr("ld.shared.f32 $0, [$1];")
 
 @gluon.jit
 def meet(scalar):
-    """Wait for every program of the cluster, and see what each wrote before. `scalar`: any int32; Gluon wants one."""
+    """Wait for every program of the cluster; afterwards, what each wrote before is visible. `scalar` is any int32;
+    Gluon requires one."""
     gl.inline_asm_elementwise(MEET, "=r,r", [scalar], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def num_owners(tile) -> int:
-    """Programs that store results: each a share of the tokens, of 8 or more."""
+    """The number of programs that store results; each stores a share of at least 8 tokens."""
     return min(tile.PROGRAMS, tile.BLOCK_T // 8)
 
 
 @gluon.jit
 def word_offsets(values):
-    """A place (int32) in words for each of `values` [BLOCK_N, T], laid out as products leave them: lanes, then warps,
-    then registers, so that a warp writes one line."""
+    """The offset (int32, in words) at which each of `values` [BLOCK_N, T], in the layout of products, is stored:
+    ordered by lanes, then warps, then registers, so that a warp writes one line."""
     LAYOUT: gl.constexpr = values.type.layout
     row = gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
     token = gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
@@ -49,8 +51,8 @@ def word_offsets(values):
 
 @gluon.jit
 def exchange_sums(acc, program, TILE: gl.constexpr):
-    """The share of tokens [BLOCK_N, T] that this program owns, all programs' `acc` [BLOCK_N, BLOCK_T] added up in the
-    order of programs, so that the bits are the same at every run. Anything where it owns none."""
+    """The share of tokens [BLOCK_N, T] that this program owns, summed over all programs' `acc` [BLOCK_N, BLOCK_T] in
+    the order of programs, so that every run gives the same bits. Undefined if the program owns no tokens."""
     OWNERS: gl.constexpr = num_owners(TILE)
     PROGRAMS: gl.constexpr = TILE.PROGRAMS
     BYTES: gl.constexpr = acc.shape[0] * acc.shape[1] // OWNERS * 4
@@ -72,5 +74,5 @@ def exchange_sums(acc, program, TILE: gl.constexpr):
         sums += gl.inline_asm_elementwise(
             RECEIVE, "=f,r", [start + i * BYTES + offsets], dtype=gl.float32, is_pure=False, pack=1
         )  # fmt: skip
-    barrier()  # results leave by way of the same memory
+    barrier()  # results are then stored through the same memory
     return sums

@@ -1,4 +1,5 @@
-"""From the sums of a tile to the output: globals, gate, rounding or requantization, and where rows go."""
+"""Turns the sums of a tile into output: applies globals and gate, rounds or requantizes, and stores rows where they
+belong."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ RESULT_BYTES = gl.constexpr(smem_plan.RESULT_BYTES)
 
 @gluon.jit
 def scale_and_gate(acc, tile, schedule, epilogue, SHIFT: gl.constexpr, SHAPE: gl.constexpr):
-    """Sums times their globals; gated, [BLOCK_N, BLOCK_T] becomes [BLOCK_N / 2, BLOCK_T].
+    """Multiply sums by their globals. With a gate, [BLOCK_N, BLOCK_T] becomes [BLOCK_N / 2, BLOCK_T].
 
-    Rows of no expert have sums of zero. Their globals are made zero, too, and alpha and limit harmless, whatever the
-    last expert's are: so their results are zero without a selection for each.
+    Rows without an expert have sums of zero. Their globals are set to zero too, and alpha and limit to harmless values,
+    whatever those of the last expert are. So the results are zero without a selection for each of them.
     """
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
@@ -28,7 +29,7 @@ def scale_and_gate(acc, tile, schedule, epilogue, SHIFT: gl.constexpr, SHAPE: gl
     w_global_ptr = epilogue.w_global + expert * epilogue.w_expert_stride
     first = gl.where(of_none, 0.0, gl.load(w_global_ptr))
     second = gl.where(of_none, 0.0, gl.load(w_global_ptr + epilogue.w_half_stride)) if SHAPE.GATE else first
-    if epilogue.x_global is None or SHAPE.GLOBAL_PER_ROW:  # a power of two: it may join the weights' global
+    if epilogue.x_global is None or SHAPE.GLOBAL_PER_ROW:  # SHIFT, a power of two, may join the weights' global
         x_global = 1.0
         first *= SHIFT
         second *= SHIFT
@@ -48,7 +49,7 @@ def scale_and_gate(acc, tile, schedule, epilogue, SHIFT: gl.constexpr, SHAPE: gl
 
 @gluon.constexpr_function
 def num_shares(num_bytes: int) -> int:
-    """Equal shares of a tile's results, of RESULT_BYTES each or less than twice as much."""
+    """Into how many equal shares a tile's results are divided, so that each has less than 2 * RESULT_BYTES."""
     shares = 1
     while num_bytes // shares >= 2 * RESULT_BYTES.value:
         shares *= 2
@@ -57,14 +58,14 @@ def num_shares(num_bytes: int) -> int:
 
 @gluon.jit
 def token_halves(values):
-    """[BLOCK_N, T] as its first and its last T / 2 tokens."""
+    """Split [BLOCK_N, T] into its first and its last T / 2 tokens."""
     halves = values.reshape([values.shape[0], 2, values.shape[1] // 2])
     return gl.split(halves.permute([0, 2, 1]))
 
 
 @gluon.jit
 def token_shares(values, COUNT: gl.constexpr):
-    """[BLOCK_N, T] as a tuple of COUNT shares of its tokens, in order; COUNT is a power of two."""
+    """Split [BLOCK_N, T] into a tuple of COUNT shares of its tokens, in order; COUNT is a power of two."""
     shares = (values,)
     for _ in gl.static_range(COUNT.bit_length() - 1):
         halves = ()
@@ -78,13 +79,14 @@ def token_shares(values, COUNT: gl.constexpr):
 def store_values(values, out_ptr, tile, schedule, N: gl.constexpr):
     """Write a tile [BLOCK_N, BLOCK_T], already in the output's dtype, to its rows of out [S, N].
 
-    By way of shared memory, where a lane's values of one weight row become values of one token; a share at a time.
+    They pass through shared memory, one share at a time: there, a lane's values for one weight row become values for
+    one token.
     """
     BLOCK_N: gl.constexpr = values.shape[0]
     LAYOUT: gl.constexpr = store_layout(BLOCK_N, 8 if values.shape[1] >= 64 else 4, gl.num_warps())
     STAGED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     SHARES: gl.constexpr = num_shares(BLOCK_N * values.shape[1] * (values.dtype.primitive_bitwidth // 8))
-    zero = ptx.opaque_zero() if values.shape[1] > 64 else 0  # with so many sums, registers are scarce
+    zero = ptx.opaque_zero() if values.shape[1] > 64 else 0  # with so many sums, few registers are left
     cols = tile.n_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
     shares = token_shares(values, SHARES)
     SHARE: gl.constexpr = shares[0].shape[1]
@@ -99,7 +101,7 @@ def store_values(values, out_ptr, tile, schedule, N: gl.constexpr):
 
 @gluon.jit
 def store_quantized(values, global_scale, tile, schedule, epilogue, N: gl.constexpr):
-    """Quantize a tile of values [BLOCK_N, BLOCK_T] by the law of quantize.py and write codes and scales."""
+    """Quantize a tile of values [BLOCK_N, BLOCK_T] by the law in quantize.py, and write codes and scales."""
     BLOCK_N: gl.constexpr = values.shape[0]
     BLOCK_T: gl.constexpr = values.shape[1]
     ROWS: gl.constexpr = gl.BlockedLayout(
@@ -107,7 +109,7 @@ def store_quantized(values, global_scale, tile, schedule, epilogue, N: gl.conste
     )
     groups = gl.convert_layout(values, ROWS).to(gl.float32).reshape([BLOCK_N // 16, 16, BLOCK_T])
     magnitude = groups.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = gl.max(magnitude, axis=1).to(gl.float32, bitcast=True)  # of the bits: NaN is the largest
+    amax = gl.max(magnitude, axis=1).to(gl.float32, bitcast=True)  # compares bits, of which NaN has the largest
     scale, byte = scale_from_amax(amax, gl.full_like(amax, 0.0) + global_scale)
     step = gl.convert_layout((scale * global_scale).expand_dims(1), groups.type.layout)
     _, code = e2m1_from_value(groups, groups.to(gl.int32, bitcast=True), step)
@@ -130,7 +132,7 @@ def store_bytes(values, out_ptr, tile, schedule, COLS: gl.constexpr, VECTOR: gl.
 
 @gluon.jit
 def store_tile(acc, tile, schedule, epilogue, SHIFT: gl.constexpr, SHAPE: gl.constexpr):
-    """From the sums [BLOCK_N, BLOCK_T] of `tile` to the output."""
+    """Turn the sums [BLOCK_N, BLOCK_T] of `tile` into output, and write it."""
     if SHAPE.GLOBAL_PER_ROW:
         tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
         sources = source_rows(schedule, tile, tokens)

@@ -1,10 +1,10 @@
-"""The GEMM on NVIDIA tensor cores: weights as rows, tokens as columns, one persistent grid for every routing.
+"""The GEMM on NVIDIA tensor cores: weights are rows, tokens are columns, and one persistent grid serves every routing.
 
 A tile is BLOCK_N weight rows by up to BLOCK_T routed rows of one expert. Each weight and scale byte of a tile is read
-once; activations come again for every tile of their expert, from L2. With a gate, a tile's weight rows alternate
-between 8 gate rows and their 8 up rows, so that both halves of a result meet in one lane.
-Scales arrive with the weights; compressed, or of short rows, a tile's come at once (scale_strip.py). The products are
-the same. What the next tile needs first is asked for before a tile is stored.
+once; activations are read again, from L2, for every tile of their expert. With a gate, a tile's weight rows alternate
+between 8 gate rows and the 8 matching up rows, so that both halves of a result meet in one lane. Scales arrive with the
+weights, unless they are compressed or their rows are short: then all scales of a tile are loaded at once
+(scale_strip.py). The products are the same. The first loads of the next tile are started before a tile is stored.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from .weights import copy_weights, new_ring, row_swizzle
 
 
 class Work(NamedTuple):
-    """A tile, and what is known of it before it is multiplied."""
+    """A tile, and what is known about it before it is multiplied."""
 
     tile: Any
     sources: Any
-    """Activation rows, as `copy_tokens` lays them out."""
+    """Activation rows, in the layout of `copy_tokens`."""
     exceptions: Any
     scales: Any
-    """What fills the strip, in registers; 0 where there is no strip, or it holds a slice at a time."""
+    """The content of the strip, in registers; 0 if there is no strip, or if it holds a slice at a time."""
 
 
 @gluon.jit
 def plan_work(schedule, index, weight, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Tile `index`, its scales not loaded yet."""
+    """Tile `index`, without its scales."""
     tile = nth_tile(schedule, index, SHAPE, TILE)
     exceptions = exception_span(weight.scales, tile, schedule.num_experts, SHAPE, TILE)
     LAYOUT: gl.constexpr = copy_layout(4 * TILE.GROUPS, 8, gl.num_warps())
@@ -67,7 +67,7 @@ def plan_work(schedule, index, weight, SHAPE: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def with_scales(work, schedule, weight, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """`work`, with what fills the strip, if there is one; of slices, the first one's codes go to L2."""
+    """`work` with the content of the strip, if there is one. If that is a slice, only prefetches its codes to L2."""
     part = Slice(with_weights(work.tile, schedule), work.exceptions, 0)
     scales = 0
     if TILE.STRIPS > 0:
@@ -102,7 +102,7 @@ def copy_chunk(ring, x_ptr, weight, work, chunk, SHAPE: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def start_copies(ring, x_ptr, weight, work, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Fill the ring with the first chunks of a tile, all but BURST stages of it."""
+    """Start copying the first chunks of a tile, into all but BURST stages of the ring."""
     FIRST: gl.constexpr = TILE.STAGES - TILE.BURST
     for chunk in gl.static_range(FIRST):
         if chunk * TILE.GROUPS < SHAPE.C:
@@ -113,8 +113,8 @@ def start_copies(ring, x_ptr, weight, work, SHAPE: gl.constexpr, TILE: gl.conste
 
 @gluon.jit
 def multiply_chunk(acc, words, factors, x):
-    """acc + weights @ activations over one chunk: codes [BLOCK_N, G], pairs of factors [BLOCK_N, G/2], activations
-    [4 * BLOCK_T, 4G]."""
+    """acc + weights @ activations over one chunk, with codes [BLOCK_N, G], pairs of factors [BLOCK_N, G/2] and
+    activations [4 * BLOCK_T, 4G]."""
     MMA: gl.constexpr = acc.type.layout
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_T: gl.constexpr = acc.shape[1]
@@ -130,7 +130,7 @@ def multiply_chunk(acc, words, factors, x):
 
 @gluon.jit
 def load_chunk(ring, strip, chunk, first_col, TILE: gl.constexpr):
-    """A chunk in registers: codes, pairs of scales as factors, activations. `first_col`: of the strip."""
+    """Load a chunk into registers: codes, pairs of scales as factors, activations. The strip begins at `first_col`."""
     W: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = TILE.GROUPS
     stage = chunk % TILE.STAGES
@@ -145,9 +145,9 @@ def load_chunk(ring, strip, chunk, first_col, TILE: gl.constexpr):
 
 @gluon.jit
 def multiply(acc, x_ptr, weight, work, ring, strip, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Unscaled sums of one tile: a ring of STAGES chunks, all but BURST of them in flight.
+    """Unscaled sums of one tile. The ring has STAGES chunks, all but BURST of which are in flight.
 
-    BURST chunks are asked for at a time, as memory is slow to give 64 bytes of a row now and the next ones later."""
+    BURST chunks are requested at a time, because memory is slow if it has to read a row in pieces of 64 bytes."""
     C: gl.constexpr = SHAPE.C
     COLS: gl.constexpr = TILE.COLS
     GROUPS: gl.constexpr = TILE.GROUPS
@@ -161,16 +161,16 @@ def multiply(acc, x_ptr, weight, work, ring, strip, SHAPE: gl.constexpr, TILE: g
             if COLS != C:
                 loaded = load_slice(weight.scales, part, SHAPE, TILE)
                 prefetch_windows(weight.scales, Slice(work.tile, work.exceptions, first_col + COLS), SHAPE, TILE)
-            barrier()  # every warp is done with the strip
+            barrier()  # until every warp is done with the strip
             fill_strip(strip, weight.scales, loaded, part, SHAPE=SHAPE, TILE=TILE)
         end = (first_col + COLS + GROUPS - 1) // GROUPS
         for first in range(first_col // GROUPS, end, BURST):
             async_copy.wait_group(AHEAD // BURST - 1)
             if TILE.STRIPS > 0:
-                barrier()  # what filled the strip; Triton sees it, and adds none for what the copies brought
+                barrier()  # for the strip; Triton then adds no barrier of its own for the copies
             for i in gl.static_range(BURST):
                 ahead = first + AHEAD + i
-                if AHEAD + i < CHUNKS:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+                if AHEAD + i < CHUNKS:  # separate: Triton cannot lower copies known to be dead  # noqa: SIM102
                     if ahead < CHUNKS:
                         copy_chunk(ring, x_ptr, weight, work, ahead, SHAPE=SHAPE, TILE=TILE)
             async_copy.commit_group()
@@ -185,7 +185,7 @@ def multiply(acc, x_ptr, weight, work, ring, strip, SHAPE: gl.constexpr, TILE: g
 def nvfp4_gemm_kernel(
     x_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts, SHAPE: gl.constexpr, TILE: gl.constexpr
 ):
-    """Groups of arguments, and SHAPE: operands.py; TILE: smem_plan.py."""
+    """operands.py describes the groups of arguments and SHAPE, smem_plan.py describes TILE."""
     TOKENS: gl.constexpr = row_swizzle(4 * TILE.GROUPS, 8)
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     tokens = gl.allocate_shared_memory(DTYPE, [TILE.STAGES, 4 * TILE.BLOCK_T, 4 * TILE.GROUPS], TOKENS)
@@ -208,7 +208,7 @@ def nvfp4_gemm_kernel(
         acc = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, mma_layout(gl.num_warps()))
         if work.tile.expert < num_experts:
             acc = multiply(acc, x_ptr, weight, work, ring, strip=strip, SHAPE=SHAPE, TILE=TILE)
-        # Before this tile is stored, so that it is not memory that the next one's first products wait for.
+        # Before this tile is stored, so that the first products of the next one do not wait for memory.
         following = with_scales(following, schedule, weight, SHAPE, TILE)
         if (index + step < num_tiles) & (following.tile.expert < num_experts):
             start_copies(ring, x_ptr, weight, following, SHAPE=SHAPE, TILE=TILE)

@@ -1,4 +1,5 @@
-"""The walk of a persistent grid: program p has tiles p, p + programs, ..; tiles of one row tile are neighbours."""
+"""The order of tiles in a persistent grid: program p has tiles p, p + programs, ..; tiles of one row tile are
+neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def all_experts(SHAPE: gl.constexpr):
 
 @gluon.jit
 def nth_tile(schedule, index, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Tile `index` of all, known to be every lane's."""
+    """Tile number `index`, in values that compilers know to be the same in every lane."""
     experts = all_experts(SHAPE)
     tile = find_tile(schedule, index // TILE.N_TILES, index % TILE.N_TILES, experts, TILE.BLOCK_T)
     return Tile(

@@ -1,7 +1,8 @@
-"""The GEMM in plain Triton: AMD and Intel GPUs, NVIDIA before sm_89, and shapes the tensor-core kernel does not take.
+"""The GEMM in plain Triton, for AMD and Intel GPUs, NVIDIA GPUs before sm_89, and shapes that the tensor-core kernel
+does not take.
 
-The same tiles, routing and sums as mma.py, with codes and scales expanded by integer and float operations that
-every backend and the interpreter have. Weights and scales of a tile are read once.
+Tiles, routing and sums are those of mma.py. Codes and scales are expanded by integer and float operations that every
+backend and the interpreter have. Weights and scales of a tile are read once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .tile_scales import decode_tile
 
 @triton.jit
 def scale_offsets(rows, cols, STRIDE: tl.constexpr, SWIZZLED: tl.constexpr):
-    """Offset of a scale byte, in rows of STRIDE bytes or in a swizzled plane of as many columns."""
+    """Offset of a scale byte, in rows of STRIDE bytes or in a swizzled plane with STRIDE columns."""
     if SWIZZLED:
         return swizzled_offset(rows, cols, col_tiles(STRIDE), UNIT=1)
     else:
@@ -26,8 +27,8 @@ def scale_offsets(rows, cols, STRIDE: tl.constexpr, SWIZZLED: tl.constexpr):
 
 @triton.jit
 def expert_weight(weight, tile, schedule, SHAPE: tl.constexpr):
-    """Pointers to the codes and the scale bytes, if those are dense, of a tile's expert, or of another in place of
-    none."""
+    """Pointers to the codes of a tile's expert, and to its scale bytes if those are dense. For a tile without an
+    expert, those of some other expert."""
     ROWS: tl.constexpr = 2 * SHAPE.N if SHAPE.GATE else SHAPE.N
     PLANE: tl.constexpr = swizzled_bytes(ROWS, SHAPE.C) if SHAPE.SWIZZLED else ROWS * SHAPE.C
     expert = with_weights(tile, schedule).expert.to(tl.int64)
@@ -43,7 +44,7 @@ def weight_tile(
     codes_ptr, scales_ptr, rows, scale_rows, k0,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STRIDE: tl.constexpr, SHAPE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Scaled weights [rows, BLOCK_K] in DTYPE, exact; 0 past ROWS and K."""
+    """Scaled weights [rows, BLOCK_K], exact in DTYPE; 0 past ROWS and K."""
     BLOCK_N: tl.constexpr = rows.shape[0]
     byte_col = k0 // 2 + tl.arange(0, BLOCK_K // 2)
     mask = (rows < ROWS)[:, None] & (byte_col < SHAPE.K // 2)[None, :]
@@ -58,11 +59,11 @@ def weight_tile(
 
 @triton.jit
 def store_quantized(values, epilogue, global_scale, rows, ok, n_tile, N: tl.constexpr):
-    """Quantize values [BLOCK_T, columns] (already rounded to the output's dtype) and write codes and scales."""
+    """Quantize values [BLOCK_T, columns], already rounded to the output's dtype, and write codes and scales."""
     BLOCK_T: tl.constexpr = values.shape[0]
     COLS: tl.constexpr = values.shape[1]
     groups = values.to(tl.float32).reshape(BLOCK_T, COLS // 16, 16)
-    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)  # of the bits: NaN is the largest
+    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)  # compares bits, of which NaN has the largest
     scale, byte = scale_from_amax(amax.to(tl.float32, bitcast=True), global_scale)
     _, code = e2m1_from_value(groups, groups.to(tl.int32, bitcast=True), (scale * global_scale)[:, :, None])
     low, high = tl.split(code.reshape(BLOCK_T, COLS // 2, 2))
@@ -72,7 +73,7 @@ def store_quantized(values, epilogue, global_scale, rows, ok, n_tile, N: tl.cons
 
 @triton.jit
 def store_columns(values, out_ptr, rows, ok, n_tile, COLS: tl.constexpr):
-    """Write values [BLOCK_T, columns] of the n-th tile to rows of out [.., COLS]."""
+    """Write values [BLOCK_T, columns] of tile `n_tile` to rows of out [.., COLS]."""
     cols = n_tile * values.shape[1] + tl.arange(0, values.shape[1])
     mask = ok[:, None] & (cols < COLS)[None, :]
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
@@ -81,9 +82,9 @@ def store_columns(values, out_ptr, rows, ok, n_tile, COLS: tl.constexpr):
 
 @triton.jit
 def finish_tile(acc, acc_up, tile, schedule, epilogue, SHAPE: tl.constexpr):
-    """From sums [BLOCK_T, columns] (with a gate those of up too) to the output: globals, gate, scatter, quantization.
+    """Turn sums [BLOCK_T, columns] (with a gate, those of up too) into output: globals, gate, quantization, scatter.
 
-    Rows of no expert are 0, whatever their activations.
+    Rows without an expert are 0, whatever their activations are.
     """
     rows = tl.arange(0, acc.shape[0])
     of_none = tile.expert >= schedule.num_experts
@@ -111,7 +112,7 @@ def finish_tile(acc, acc_up, tile, schedule, epilogue, SHAPE: tl.constexpr):
 
 @triton.jit
 def multiply_tile(x_ptr, weight, tile, schedule, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Sums [BLOCK_T, BLOCK_N] of one tile, and of up, if there is a gate; zeros for a tile of no expert."""
+    """Sums [BLOCK_T, BLOCK_N] of one tile, and with a gate also those of up; zeros for a tile without an expert."""
     BLOCK_N: tl.constexpr = TILE.HALF
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_T: tl.constexpr = TILE.BLOCK_T
@@ -150,7 +151,8 @@ def multiply_tile(x_ptr, weight, tile, schedule, SHAPE: tl.constexpr, TILE: tl.c
 def portable_gemm_kernel(
     x_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Groups of arguments, and SHAPE: operands.py; TILE: a BlockTile. A persistent grid."""
+    """Runs on a persistent grid. operands.py describes the groups of arguments, SHAPE, and TILE, which is a
+    BlockTile."""
     experts = tl.arange(0, SHAPE.BLOCK_E)
     tile_ends, row_tiles = count_tiles(experts, routing, num_rows, num_experts, TILE.BLOCK_T)
     schedule = Schedule(routing, tile_ends, num_rows, num_sources, num_experts)

@@ -1,9 +1,9 @@
-"""Instructions that Gluon has no word for: one wrapper each, with the types it takes and gives.
+"""Instructions that Gluon does not offer: one wrapper for each, with the types that it takes and returns.
 
-The functions that return text are PTX as compilers get it: `$0` and on are results, then operands. Every wrapper has a
-test of its own, which needs a GPU (tests/gemm/test_ptx.py).
+Functions named `*_text` return PTX: `$0` and on are the results, followed by the operands. Every wrapper has a test of
+its own, which needs a GPU (tests/gemm/test_ptx.py).
 
-An instruction that is needed for its effect gives an int32 that nobody reads, since Gluon wants a result.
+An instruction that is needed for its effect returns an int32 that nobody reads, because Gluon requires a result.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from triton.experimental import gluon
 
 @gluon.constexpr_function
 def decode_text(count: int) -> str:
-    """The bytes of `count` words of 8 codes, to shared address $1; $2 is the base, in every byte.
+    """Decode `count` words of 8 codes, and store the bytes at shared address $1; $2 has the base in every byte.
 
-    The base is added before bytes are put in order: to what is left of a word without its high nibbles (one addition
-    of three), and to those shifted (one shift and addition).
+    The base is added before the bytes are put in order: to the low nibbles (by one addition of three operands), and to
+    the high nibbles shifted down (by one shift and addition).
     """
     lines = ["{", f".reg .b32 l, h, r<{2 * count}>;"]
     for i in range(count):
@@ -30,14 +30,14 @@ def decode_text(count: int) -> str:
 
 @gluon.jit
 def store_decoded(address, base, codes):
-    """Store 8 bytes at shared `address` (int32): `base` (int32, a byte four times) plus each of 8 codes (int32)."""
+    """Store 8 bytes at shared `address` (int32): `base` (int32, one byte four times) plus each of 8 codes (int32)."""
     asm: gl.constexpr = decode_text(1)
     gl.inline_asm_elementwise(asm, "=r,r,r,r", [address, base, codes], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def store_decoded_twice(address, base, first, second):
-    """`store_decoded` of two words, whose 16 bytes are at an address of a multiple of 16."""
+    """`store_decoded` for two words, at an address that is a multiple of 16."""
     asm: gl.constexpr = decode_text(2)
     gl.inline_asm_elementwise(
         asm, "=r,r,r,r,r", [address, base, first, second], dtype=gl.int32, is_pure=False, pack=1
@@ -54,7 +54,7 @@ mov.b32 $0, 0;
 
 @gluon.jit
 def store_byte(address, value, mask):
-    """Store the low byte of `value` (int32) at shared `address` (int32) where `mask` (bool)."""
+    """Store the low byte of `value` (int32) at shared `address` (int32) where `mask` (bool) is true."""
     operands = [address, value, mask.to(gl.int32)]
     gl.inline_asm_elementwise(STORE_BYTE, "=r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
@@ -82,7 +82,7 @@ GRID_WAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0; // $1")
 
 @gluon.jit
 def wait_for_last_launch():
-    """Wait for the end of the launch before this one, if this one was allowed to begin earlier. Hopper and later."""
+    """If this launch was allowed to begin before the end of the previous one, wait for that end. Hopper and later."""
     gl.inline_asm_elementwise(GRID_WAIT, "=r,r", [gl.num_programs(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -91,7 +91,7 @@ PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 @gluon.jit
 def prefetch_to_l2(pointer):
-    """Ask L2 for the line that `pointer` is in."""
+    """Prefetch the line that contains `pointer` to L2."""
     gl.inline_asm_elementwise(PREFETCH, "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -102,9 +102,9 @@ def declare_text(num_bytes: int) -> str:
 
 @gluon.jit
 def declare_shared(scalar, NUM_BYTES: gl.constexpr):
-    """Address (int32) of NUM_BYTES of shared memory that Triton does not know of. Once a kernel, outside loops.
+    """Address (int32) of NUM_BYTES of shared memory unknown to Triton. Use it once per kernel, outside loops.
 
-    `scalar`: any int32; Gluon wants an operand.
+    `scalar` is any int32; Gluon requires an operand.
     """
     asm: gl.constexpr = declare_text(NUM_BYTES)
     return gl.inline_asm_elementwise(asm, "=r,r", [scalar], dtype=gl.int32, is_pure=False, pack=1)
@@ -112,7 +112,7 @@ def declare_shared(scalar, NUM_BYTES: gl.constexpr):
 
 @gluon.constexpr_function
 def load_pairs_text(count: int) -> str:
-    """$0.. <- `count` consecutive pairs of bytes."""
+    """Load `count` consecutive pairs of bytes into $0 and on."""
     if count == 1:
         return "ld.shared.b16 $0, [$1];"
     outputs = ", ".join([f"${i}" for i in range(count)])
@@ -121,7 +121,7 @@ def load_pairs_text(count: int) -> str:
 
 @gluon.jit
 def load_pairs(address, COUNT: gl.constexpr):
-    """COUNT (1, 2 or 4) int16 from shared `address` (int32) on, a tuple."""
+    """Load a tuple of COUNT (1, 2 or 4) consecutive int16 from shared `address` (int32)."""
     asm: gl.constexpr = load_pairs_text(COUNT)
     if COUNT == 1:
         pair = gl.inline_asm_elementwise(asm, "=h,r", [address], dtype=gl.int16, is_pure=False, pack=1)
@@ -139,8 +139,8 @@ FIRST_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 
 @gluon.jit
 def first_lane(value):
-    """`value`, an int32 scalar that every lane has: now compilers know, and need one register a warp, not one a
-    lane."""
+    """`value`, an int32 scalar that is the same in every lane. This tells compilers, which then use one register per
+    warp instead of one per lane."""
     return gl.inline_asm_elementwise(FIRST_LANE, "=r,r", [value], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -149,8 +149,8 @@ ZERO = gl.constexpr("mov.u32 $0, 0; // $1")
 
 @gluon.jit
 def opaque_zero():
-    """0, which compilers do not know: what it is added to they compute where it is needed, not before the loop over
-    tiles, through which it would take registers."""
+    """0, without the compilers knowing it. So they compute the value to which it is added where it is needed, instead
+    of before the loop over tiles, where it would occupy registers all along."""
     return gl.inline_asm_elementwise(ZERO, "=r,r", [gl.num_programs(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -161,13 +161,13 @@ def row_address_text(num_bytes: int) -> str:
 
 @gluon.jit
 def row_address(start, row, NUM_BYTES: gl.constexpr):
-    """start (int64) + row (int32) * NUM_BYTES. Compilers would keep the product of every row in two registers instead
-    of its number in one."""
+    """start (int64) + row (int32) * NUM_BYTES. Compilers would keep every row's product in two registers instead of its
+    index in one."""
     asm: gl.constexpr = row_address_text(NUM_BYTES)
     return gl.inline_asm_elementwise(asm, "=l,r,l", [row, start], dtype=gl.int64, is_pure=True, pack=1)
 
 
-# $0 <- the two scale bytes in $1 as a pair of operands.
+# Sets $0 to the two scale bytes in $1 as a pair of operands.
 SCALES_BF16 = gl.constexpr("""{
 .reg .b16 h<2>; .reg .b32 p, k, z; .reg .f32 f<2>;
 cvt.rn.f16x2.e4m3x2 p, $1;
@@ -184,17 +184,17 @@ SCALES_FP16 = gl.constexpr("cvt.rn.f16x2.e4m3x2 $0, $1;")
 
 @gluon.jit
 def scale_factors(pairs, IS_FP16: gl.constexpr):
-    """Pairs of E4M3 bytes (int16) as pairs of factors (int32): fp16 of the scales, or bf16 of them times 2^119."""
+    """Convert pairs of E4M3 bytes (int16) to pairs of factors (int32): the scales in fp16, or times 2^119 in bf16."""
     asm: gl.constexpr = SCALES_FP16 if IS_FP16 else SCALES_BF16
     return gl.inline_asm_elementwise(asm, "=r,h", [pairs], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
 def unpack_text(word: int, odd_group: int, is_fp16: bool) -> str:
-    """$0..$7 <- the 8 values of 32-bit word `word` of the group in $8 (64 bits), scaled by half `odd_group` of $9.
+    """Set $0 to $7 to the 8 values of 32-bit word `word` of the 64-bit group in $8, scaled by half `odd_group` of $9.
 
-    One `and` isolates codes p and p + 4, one multiply-add (off the ALU pipe) puts sign and magnitude in place. The
-    scale in both halves of `s` is no instruction: multiplications choose halves of their operands.
+    One `and` isolates codes p and p + 4, and one multiply-add (not on the ALU pipe) puts sign and magnitude in place.
+    Copying the scale to both halves of `s` takes no instruction: multiplications select halves of their operands.
     """
     lines = ["{", ".reg .b32 w<2>, t, u, v, z, s;", ".reg .b16 h<2>;", "mov.b64 {w0, w1}, $8;"]
     lines += ["mov.b32 z, 0x80008000;", "mov.b32 {h0, h1}, $9;", f"mov.b32 s, {{h{odd_group}, h{odd_group}}};"]
@@ -228,8 +228,8 @@ UNPACK_REGISTERS = gl.constexpr(",".join(["=h"] * 8) + ",l,r")
 
 @gluon.jit
 def unpack_word(groups, factors, WORD: gl.constexpr, ODD: gl.constexpr, IS_FP16: gl.constexpr):
-    """The 8 scaled values (fp16 or bf16, a tuple) of word WORD (0 or 1) of `groups` (int64, 16 codes each), by half ODD
-    of their pair of `factors` (int32)."""
+    """The 8 values (a tuple of fp16 or bf16) of word WORD (0 or 1) of `groups` (int64, 16 codes each), scaled by half
+    ODD of their pair of `factors` (int32)."""
     asm: gl.constexpr = unpack_text(WORD, ODD, IS_FP16)
     if IS_FP16:
         return gl.inline_asm_elementwise(

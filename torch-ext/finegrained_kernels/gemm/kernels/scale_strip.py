@@ -1,15 +1,15 @@
 """The scales of one weight tile in a strip of shared memory: bytes [BLOCK_N, STRIDE], rows padded.
 
-Compressed scales are decoded into it. A strip holds a slice of the tile's columns: all of them, or where rows are
-long, an equal part at a time. Its codes, bases and exceptions are loaded (`load_windows`, `load_exceptions`) and become
-bytes: every window first, then, after a barrier, the exceptions over them. Dense scales that come whole
-(`smem_plan.comes_whole`) are copied into it (`load_dense`); others come chunk by chunk, with the weights. Products read
-the same bytes from everywhere (`strip_pairs`). A lane fills whole rows, or an equal part of one, so that it needs few
-bases and addresses.
+A strip holds a slice of the tile's columns: all of them or, if rows are long, one of several equal parts at a time.
+Compressed scales are decoded into it: their codes, bases and exceptions are loaded (`load_windows`, `load_exceptions`),
+and then stored as bytes, first every window and, after a barrier, the exceptions over them. Dense scales that are
+loaded at once (`smem_plan.comes_whole`) are copied into it (`load_dense`); others arrive chunk by chunk, with the
+weights, and need no strip. Products read the same bytes in every case (`strip_pairs`). A lane fills whole rows, or an
+equal part of one, so that it needs few bases and addresses.
 
-Exceptions go to computed addresses, some of them nowhere. Gluon's shared memory takes no such store in Triton 3.6, and
-in 3.9 a scatter along one axis, without a mask; so the strip is a shared variable of its own, declared and addressed in
-PTX.
+Exceptions are stored at computed addresses, and some are not stored at all. Gluon's shared memory does not support
+that: Triton 3.6 has no such store, and 3.9 only a scatter along one axis, without a mask. So the strip is a separate
+shared variable, declared and addressed in PTX.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .unpack import barrier, group_layout
 
 
 class ExceptionSpan(NamedTuple):
-    """Where a tile's exceptions are: place p of `count` is word `first + p`; from `of_gate` on, `first_of_up + p`.
+    """Where a tile's exceptions are: number p of `count` is word `first + p`, and from `of_gate` on `first_of_up + p`.
 
-    Give or take those of an offset tile at each end.
+    The span may include other exceptions of the offset tiles at both ends.
     """
 
     first: Any
@@ -37,7 +37,7 @@ class ExceptionSpan(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The TILE.COLS columns from `first_col` on of a tile's scales."""
+    """TILE.COLS columns of a tile's scales, from `first_col` on."""
 
     tile: Any
     exceptions: Any
@@ -45,7 +45,8 @@ class Slice(NamedTuple):
 
 
 class LoadedScales(NamedTuple):
-    """A slice on its way to a strip, in registers: of dense scales `words` alone, the others are 0."""
+    """A slice in registers, on its way to a strip. If scales are dense, only `words` is used, and the other fields are
+    0."""
 
     words: Any  # of 8 scales, or of 8 codes
     bases: Any
@@ -54,7 +55,7 @@ class LoadedScales(NamedTuple):
 
 @gluon.constexpr_function
 def row_parts(block_n: int, cols: int, num_warps: int) -> int:
-    """Lanes that share a row."""
+    """The number of lanes that share a row."""
     parts = 1
     while 2 * parts * block_n <= 32 * num_warps and cols // 8 % (2 * parts) == 0:
         parts *= 2
@@ -63,13 +64,14 @@ def row_parts(block_n: int, cols: int, num_warps: int) -> int:
 
 @gluon.constexpr_function
 def word_vector(words: int) -> int:
-    """Of a lane's `words` of codes, how many one load takes."""
+    """How many of a lane's `words` of codes one load takes."""
     return min(4, words & -words)
 
 
 @gluon.constexpr_function
 def exception_block(block_n: int, cols: int, num_warps: int) -> int:
-    """Exceptions held in registers: 1.25 % of a slice's scales; what is beyond is loaded when its turn comes."""
+    """How many exceptions are held in registers: 1.25 % of a slice's scales. The others are loaded when they are
+    stored."""
     block = 32 * num_warps
     while block < block_n * cols // 80:
         block *= 2
@@ -78,15 +80,15 @@ def exception_block(block_n: int, cols: int, num_warps: int) -> int:
 
 @gluon.constexpr_function
 def lanes_layout(num_warps: int):
-    """[n], one of 32 * num_warps a lane."""
+    """Layout [n] with one of 32 * num_warps elements in each lane."""
     return gl.BlockedLayout([1], [32], [num_warps], [0])
 
 
 @gluon.jit
 def new_strips(num_rows, TILE: gl.constexpr):
-    """Shared address of the strips. Once a kernel, outside loops. `num_rows`: any int32 scalar."""
+    """Shared address of the strips. Use it once per kernel, outside loops. `num_rows` is any int32 scalar."""
     strip = ptx.declare_shared(num_rows, TILE.STRIP_BYTES)
-    if TILE.COLS % TILE.GROUPS != 0:  # what lies past a row's end is multiplied by zeros, and must not be NaN
+    if TILE.COLS % TILE.GROUPS != 0:  # what is past a row's end is multiplied by zeros, so it must not be NaN
         BYTES: gl.constexpr = TILE.STRIP_BYTES
         for i in gl.static_range(BYTES // 256):
             ptx.store_zero(strip + i * 256 + 4 * gl.arange(0, 64, lanes_layout(gl.num_warps())))
@@ -96,19 +98,20 @@ def new_strips(num_rows, TILE: gl.constexpr):
 
 @gluon.jit
 def strip_row(row, half, TILE: gl.constexpr):
-    """Row of the strip of a row of its half: with a gate, 8 of its rows alternate with their 8 rows of up."""
+    """The strip's row for row `row` of a half: with a gate, 8 gate rows alternate with the 8 matching up rows."""
     return row // 8 * 16 + half * 8 + row % 8 if TILE.HALVES == 2 else row
 
 
 @gluon.constexpr_function
 def has_exact_spans(shape, tile) -> bool:
-    """Whether offset tiles begin and end where a tile's HALF rows of each half do."""
+    """Whether the HALF rows of each half of a tile begin and end with an offset tile."""
     return tile.HALF * shape.C % OFFSET_TILE.value == 0 and shape.N % tile.HALF == 0
 
 
 @gluon.jit
 def exception_span(scales, tile, num_experts, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """The exceptions of a tile's rows, of something that exists for a tile of no expert. Nothing of dense scales."""
+    """The exceptions of a tile's rows; for a tile without an expert, those of one that exists; empty for dense
+    scales."""
     if SHAPE.COMPRESSED:
         N: gl.constexpr = SHAPE.N
         C: gl.constexpr = SHAPE.C
@@ -137,7 +140,7 @@ def exception_span(scales, tile, num_experts, SHAPE: gl.constexpr, TILE: gl.cons
 
 @gluon.jit
 def first_lane_span(span):
-    """`span`, known to be every lane's."""
+    """`span`, in values that compilers know to be the same in every lane."""
     return ExceptionSpan(
         ptx.first_lane(span.first), ptx.first_lane(span.of_gate), ptx.first_lane(span.first_of_up),
         ptx.first_lane(span.count),
@@ -145,7 +148,7 @@ def first_lane_span(span):
 
 
 class PlaneRows(NamedTuple):
-    """Rows in the stack of planes: `first` (int64, a tile's) + `offset`, and whether there is such a row."""
+    """Rows `first + offset` in the stack of planes, where `first` (int64) is the tile's, and whether they exist."""
 
     first: Any
     offset: Any
@@ -154,7 +157,8 @@ class PlaneRows(NamedTuple):
 
 @gluon.jit
 def segment_rows(tile, segment, PARTS: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """The rows of segments, of which PARTS are a row of the tile; one half's come after the other's."""
+    """The rows of segments. PARTS segments are a row of the tile, and the segments of one half follow those of the
+    other."""
     N: gl.constexpr = SHAPE.N
     HALF: gl.constexpr = TILE.HALF
     row = segment // PARTS % HALF
@@ -166,7 +170,7 @@ def segment_rows(tile, segment, PARTS: gl.constexpr, SHAPE: gl.constexpr, TILE: 
 
 @gluon.jit
 def load_windows(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Bases and words of codes of a slice, without its exceptions. `zero`: 0 or `ptx.opaque_zero()`."""
+    """Load the bases and words of codes of a slice, without its exceptions. `zero` is 0 or `ptx.opaque_zero()`."""
     W: gl.constexpr = gl.num_warps()
     PARTS: gl.constexpr = row_parts(TILE.BLOCK_N, TILE.COLS, W)
     WORDS: gl.constexpr = TILE.COLS // 8 // PARTS
@@ -197,7 +201,8 @@ def load_windows(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def load_dense(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """The dense scales of a tile's rows, in words of 8; a lane's are a row's, or an equal part of one's."""
+    """Load the dense scales of a tile's rows, in words of 8. A lane has those of a whole row, or of an equal part of
+    one."""
     PARTS: gl.constexpr = row_parts(TILE.BLOCK_N, SHAPE.C, gl.num_warps())
     segment = gl.arange(0, TILE.BLOCK_N * PARTS, lanes_layout(gl.num_warps())) + zero
     rows = segment_rows(part.tile, segment, PARTS, SHAPE, TILE)
@@ -212,7 +217,7 @@ def load_dense(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def load_rows(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """A slice in registers, but for exceptions. Dense ones are whole rows."""
+    """Load a slice, without exceptions. A slice of dense scales is whole rows."""
     if SHAPE.COMPRESSED:
         return load_windows(scales, part, zero, SHAPE, TILE)
     else:
@@ -221,7 +226,7 @@ def load_rows(scales, part, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def load_exceptions(scales, span, begin, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Exception words from place `begin` on of a tile's; 0 of dense scales."""
+    """Load a tile's exception words from number `begin` on; 0 for dense scales."""
     if SHAPE.COMPRESSED:
         BLOCK_X: gl.constexpr = exception_block(TILE.BLOCK_N, TILE.COLS, gl.num_warps())
         place = begin + gl.arange(0, BLOCK_X, lanes_layout(gl.num_warps()))
@@ -233,7 +238,7 @@ def load_exceptions(scales, span, begin, SHAPE: gl.constexpr, TILE: gl.constexpr
 
 @gluon.jit
 def no_exceptions(SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """What `load_exceptions` gives where there are none."""
+    """What `load_exceptions` returns if there are no exceptions."""
     if SHAPE.COMPRESSED:
         BLOCK_X: gl.constexpr = exception_block(TILE.BLOCK_N, TILE.COLS, gl.num_warps())
         return gl.zeros([BLOCK_X], gl.int32, lanes_layout(gl.num_warps()))
@@ -243,14 +248,14 @@ def no_exceptions(SHAPE: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def load_slice(scales, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """A slice in registers, with its first exceptions."""
+    """Load a slice, with its first exceptions."""
     loaded = load_rows(scales, part, 0, SHAPE, TILE)
     return LoadedScales(loaded.words, loaded.bases, load_exceptions(scales, part.exceptions, 0, SHAPE, TILE))
 
 
 @gluon.jit
 def prefetch_windows(scales, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Bring the codes of a slice, if there is one, to L2."""
+    """Prefetch the codes of a slice to L2, if there is such a slice."""
     row = gl.arange(0, TILE.BLOCK_N, lanes_layout(gl.num_warps()))
     rows = segment_rows(part.tile, row, 1, SHAPE, TILE)
     plane_row = rows.first + rows.offset
@@ -262,7 +267,7 @@ def prefetch_windows(scales, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def segment_address(strip, LAYOUT: gl.constexpr, zero, COLS: gl.constexpr, TILE: gl.constexpr):
-    """Where a lane's part of a row begins in the strip: `row_parts` lanes share a row of COLS bytes."""
+    """The address in the strip where a lane's part of a row begins; `row_parts` lanes share a row of COLS bytes."""
     PARTS: gl.constexpr = row_parts(TILE.BLOCK_N, COLS, gl.num_warps())
     segment = gl.arange(0, TILE.BLOCK_N * PARTS, LAYOUT) + zero
     row = strip_row(segment // PARTS % TILE.HALF, segment // (PARTS * TILE.HALF), TILE)
@@ -271,7 +276,7 @@ def segment_address(strip, LAYOUT: gl.constexpr, zero, COLS: gl.constexpr, TILE:
 
 @gluon.jit
 def store_rows(strip, loaded, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Store what `load_rows` holds as bytes. Every warp must be done with the strip."""
+    """Store what `load_rows` loaded, as bytes. Every warp must be done with the strip."""
     if SHAPE.COMPRESSED:
         LANES: gl.constexpr = loaded.bases.type.layout
         address = segment_address(strip, LANES, zero, TILE.COLS, TILE)
@@ -293,7 +298,8 @@ def store_rows(strip, loaded, zero, SHAPE: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def store_exceptions(strip, words, begin, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Store those of `words`, exceptions from place `begin` on, that lie in the tile's rows and the strip's columns."""
+    """Store those of `words`, exceptions from number `begin` on, that are in the tile's rows and the strip's
+    columns."""
     N: gl.constexpr = SHAPE.N
     C: gl.constexpr = SHAPE.C
     STRIDE: gl.constexpr = TILE.STRIDE
@@ -308,7 +314,8 @@ def store_exceptions(strip, words, begin, part, SHAPE: gl.constexpr, TILE: gl.co
         if SHAPE.GATE:
             first = gl.where(is_up, first + N * C, first)
         exists = exists & (position - first.to(gl.uint32) < end.to(gl.uint32))
-    # Of rows in the plane, and the first one's address taken off: both are linear, as tiles begin at whole 8 rows.
+    # Computed from the row in the plane, minus the address of the tile's first row. Both are linear, because tiles
+    # begin at multiples of 8 rows.
     row = position // C
     if TILE.COLS == C:
         address = position + row * (STRIDE - C)
@@ -326,7 +333,7 @@ def store_exceptions(strip, words, begin, part, SHAPE: gl.constexpr, TILE: gl.co
 
 @gluon.jit
 def patch_strip(strip, scales, exceptions, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Store the loaded exceptions over the windows, and what further ones there are."""
+    """Store the loaded exceptions over the windows, and then any others."""
     store_exceptions(strip, exceptions, 0, part, SHAPE=SHAPE, TILE=TILE)
     BLOCK_X: gl.constexpr = exceptions.shape[0]
     for begin in range(BLOCK_X, part.exceptions.count, BLOCK_X):
@@ -336,7 +343,7 @@ def patch_strip(strip, scales, exceptions, part, SHAPE: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def fill_strip(strip, scales, loaded, part, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Decode or copy what `load_slice` holds. Every warp must be done with the strip; a barrier must follow."""
+    """Decode or copy what `load_slice` loaded. Every warp must be done with the strip, and a barrier must follow."""
     store_rows(strip, loaded, 0, SHAPE, TILE)
     if SHAPE.COMPRESSED:
         barrier()
@@ -345,7 +352,7 @@ def fill_strip(strip, scales, loaded, part, SHAPE: gl.constexpr, TILE: gl.conste
 
 @gluon.jit
 def strip_pairs(strip, chunk, ROWS: gl.constexpr, TILE: gl.constexpr):
-    """The pairs of scale bytes of a chunk's groups, int16 [ROWS, G/2] in `group_layout`."""
+    """Load the pairs of scale bytes of a chunk's groups, int16 [ROWS, G/2] in `group_layout`."""
     GROUPS: gl.constexpr = TILE.GROUPS
     QUAD: gl.constexpr = group_layout(ROWS, 4, gl.num_warps())
     row = gl.arange(0, ROWS, gl.SliceLayout(1, QUAD))

@@ -1,7 +1,7 @@
-"""Which rows and columns a tile has, for every kernel, in both dialects: Gluon calls these functions as Triton does.
+"""Which rows and columns a tile has, for every kernel and in both dialects: Gluon can call these functions like Triton.
 
-Row tiles are cut from each expert's routed rows; those of no expert form one more group, of an expert `num_experts`
-with no weights. `experts` is the caller's 0 .. BLOCK_E - 1, in whatever layout.
+Each expert's routed rows are cut into row tiles. Rows without an expert form one more group, of an expert `num_experts`
+that has no weights. `experts` is 0 .. BLOCK_E - 1, in a layout that the caller chooses.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton.language as tl
 
 
 class Schedule(NamedTuple):
-    """What finding a tile takes, the same for all tiles of a launch. Made in kernels, as Triton 3.6 cannot return what
-    may be None."""
+    """What is needed to find a tile; the same for all tiles of a launch. Kernels make it themselves, because in Triton
+    3.6 a function cannot return values that may be None."""
 
     routing: Any
     tile_ends: Any  # of `count_tiles`
@@ -24,7 +24,7 @@ class Schedule(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Routed rows [first, end) of an expert, BLOCK_T at the most, and the n-th block of output columns."""
+    """Routed rows [first, end) of an expert, of which a tile has the first BLOCK_T, and a block of output columns."""
 
     expert: Any
     first: Any
@@ -39,20 +39,21 @@ def add(a, b):
 
 @triton.jit
 def tiles_of(rows, BLOCK_T: tl.constexpr):
-    """Row tiles of so many rows, none of a negative number. Of what is not negative a division is a shift."""
+    """The number of row tiles for `rows` rows; 0 if `rows` is negative. The maximum comes first, because a division of
+    non-negative numbers is a shift."""
     return tl.maximum(rows + (BLOCK_T - 1), 0) // BLOCK_T
 
 
 @triton.jit
 def count_tiles(experts, routing, num_rows, num_experts, BLOCK_T: tl.constexpr):
-    """(row tiles up to and including every expert [BLOCK_E], or 0 where rows are not grouped; all row tiles)."""
+    """(row tiles up to and including each expert [BLOCK_E], or 0 if rows are not grouped; number of all row tiles)."""
     tile_ends = 0
     if routing.expert_ids is not None:
         row_tiles = num_rows
     elif routing.expert_start is not None:
         start = tl.load(routing.expert_start + experts, mask=experts < num_experts, other=0)
         end = tl.load(routing.expert_start + experts + 1, mask=experts < num_experts, other=0)
-        rows = tl.minimum(end, num_rows) - tl.maximum(start, 0)  # those that exist, whatever the entries
+        rows = tl.minimum(end, num_rows) - tl.maximum(start, 0)  # only rows that exist, whatever the entries are
         tile_ends = tl.associative_scan(tiles_of(rows, BLOCK_T), 0, add)
         of_none = num_rows - tl.maximum(tl.load(routing.expert_start + num_experts), 0)
         row_tiles = tl.max(tile_ends, axis=0) + tiles_of(of_none, BLOCK_T)
@@ -63,10 +64,10 @@ def count_tiles(experts, routing, num_rows, num_experts, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def find_tile(schedule, row_tile, n_tile, experts, BLOCK_T: tl.constexpr):
-    """The tile at row tile `row_tile`. An expert id that no expert has becomes `num_experts`."""
+    """The tile of row tile `row_tile`. An expert id that is out of range becomes `num_experts`."""
     num_experts = schedule.num_experts
     if schedule.routing.expert_ids is not None:
-        expert = tl.load(schedule.routing.expert_ids + row_tile)  # int32 or int64: compared before it is narrowed
+        expert = tl.load(schedule.routing.expert_ids + row_tile)  # int32 or int64, so compared before it is narrowed
         expert = tl.where((expert >= 0) & (expert < num_experts), expert, num_experts).to(tl.int32)
         first = row_tile
         end = row_tile + 1
@@ -88,14 +89,14 @@ def find_tile(schedule, row_tile, n_tile, experts, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def with_weights(tile, schedule):
-    """`tile`, or where it is of no expert one whose weights exist, to be read in its place."""
+    """`tile`, but if it has no expert, with one whose weights exist and can be read."""
     return Tile(tl.minimum(tile.expert, schedule.num_experts - 1), tile.first, tile.end, tile.n_tile)
 
 
 @triton.jit
 def indexed_rows(index_ptr, tile, rows):
-    """What an index has for those of a tile's `rows` (counted from its first) that exist, -1 for others, and which do;
-    without an index, the rows themselves."""
+    """(the index's entries for a tile's `rows`, which are counted from its first, or -1 for rows that do not exist;
+    whether rows exist). Without an index, the entries are the rows themselves."""
     rows = tile.first + rows
     ok = rows < tile.end
     if index_ptr is not None:
@@ -105,14 +106,14 @@ def indexed_rows(index_ptr, tile, rows):
 
 @triton.jit
 def source_rows(schedule, tile, rows):
-    """The activation row of a tile's `rows`; -1 where there is none."""
+    """The activation row for each of a tile's `rows`; -1 if there is none."""
     rows, ok = indexed_rows(schedule.routing.gather, tile, rows)
     return tl.where(ok & (rows >= 0) & (rows < schedule.num_sources), rows, -1).to(tl.int32)
 
 
 @triton.jit
 def target_rows(schedule, tile, rows):
-    """(output row, whether to write it) of a tile's `rows`."""
+    """(output row, whether to write it) for each of a tile's `rows`."""
     rows, ok = indexed_rows(schedule.routing.scatter, tile, rows)
     if schedule.routing.scatter is not None:
         ok = (rows >= 0) & (rows < schedule.num_rows)

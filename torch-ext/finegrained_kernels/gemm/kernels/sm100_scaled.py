@@ -1,9 +1,10 @@
-"""W4A4 on block-scaled tensor cores (sm_100, sm_120): both operands stay NVFP4, their scales go into the product.
+"""W4A4 on block-scaled tensor cores (sm_100, sm_120): both operands stay NVFP4, and the product takes their scales.
 
-A tile is BLOCK_N weight rows, the rows of the product as sm_100 wants 128 of them, by up to BLOCK_T routed rows of one
-expert; with `GATE`, gate rows alternate with their up rows. Bytes read a tile and k: 9/16 of a row, for both operands.
-The hardware's scale type has no sign, so a negative scale byte flips its codes' signs instead. Globals, gating and
-output are those of portable.py. Compiled for these GPUs and run interpreted in the tests; never run on one.
+A tile is BLOCK_N weight rows by up to BLOCK_T routed rows of one expert. Weights are the rows of the product, because
+sm_100 needs 128 of them. With a gate, gate rows alternate with the matching up rows. Bytes read per tile and k: 9/16
+for each row of both operands. The hardware's scale type has no sign, so a negative scale byte flips the signs of its
+codes instead. Globals, gating and output are those of portable.py. The kernel is compiled for these GPUs and run by the
+interpreter in the tests; it has never run on such a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def scaled_operand(
 ):  # fmt: skip
     """(codes [rows, BLOCK_K / 2], unsigned E4M3 scales [rows, BLOCK_K / 16]) from k0 on; 0 outside the tensor.
 
-    `ok`: which rows there are. `scale_rows`: which rows of STRIDE bytes have their scales.
+    `ok`: which rows exist. `scale_rows`: in which rows, of STRIDE bytes, their scales are.
     """
     ROWS: tl.constexpr = rows.shape[0]
     byte_cols = k0 // 2 + tl.arange(0, BLOCK_K // 2)
@@ -40,7 +41,8 @@ def scaled_operand(
 
 @triton.jit
 def plane_rows(row, n_tile, N: tl.constexpr, HALF: tl.constexpr, GATE: tl.constexpr):
-    """(row of the plane, whether it exists) of a tile's rows; with a gate, gate rows alternate with their up rows."""
+    """(row of the plane, whether it exists) for a tile's rows. With a gate, gate rows alternate with the matching up
+    rows."""
     if GATE:
         row = n_tile * (2 * HALF) + row
         return row % 2 * N + row // 2, row < 2 * N
@@ -51,7 +53,7 @@ def plane_rows(row, n_tile, N: tl.constexpr, HALF: tl.constexpr, GATE: tl.conste
 
 @triton.jit
 def multiply_scaled(x_ptr, x_scales_ptr, weight, tile, schedule, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Sums [BLOCK_N, BLOCK_T] of one tile; zeros for a tile of no expert."""
+    """Sums [BLOCK_N, BLOCK_T] of one tile; zeros for a tile without an expert."""
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_T: tl.constexpr = TILE.BLOCK_T
     HALF: tl.constexpr = TILE.HALF
@@ -64,7 +66,7 @@ def multiply_scaled(x_ptr, x_scales_ptr, weight, tile, schedule, SHAPE: tl.const
     w_rows, w_ok = plane_rows(row, tile.n_tile, N=SHAPE.N, HALF=HALF, GATE=SHAPE.GATE)
     scale_rows = w_rows
     if SHAPE.COMPRESSED:
-        scale_rows, _ = plane_rows(row, 0, N=HALF, HALF=HALF, GATE=SHAPE.GATE)  # of a plane that has this tile alone
+        scale_rows, _ = plane_rows(row, 0, N=HALF, HALF=HALF, GATE=SHAPE.GATE)  # in a plane that holds this tile alone
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     depth = tl.where(tile.expert < schedule.num_experts, SHAPE.K, 0)
     for first in range(0, depth, 16 * TILE.COLS):
@@ -88,7 +90,7 @@ def scaled_gemm_kernel(
     x_ptr, x_scales_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts,
     SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """As `portable_gemm_kernel`, on packed activations and their scales."""
+    """Like `portable_gemm_kernel`, for packed activations and their scales."""
     experts = tl.arange(0, SHAPE.BLOCK_E)
     tile_ends, row_tiles = count_tiles(experts, routing, num_rows, num_experts, TILE.BLOCK_T)
     schedule = Schedule(routing, tile_ends, num_rows, num_sources, num_experts)

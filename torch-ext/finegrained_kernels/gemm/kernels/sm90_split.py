@@ -1,9 +1,9 @@
-"""The GEMM for one weight on Hopper: a tile a cluster, whose programs share its K.
+"""The GEMM for one weight on Hopper: each cluster has a tile, and its programs share K.
 
-A single weight has too few tiles to occupy a GPU, and a program that walks all of a row has too few bytes in flight.
-Each of a cluster's PROGRAMS multiplies an equal part of K, and the sums meet in shared memory (cluster.py), with no
-memory to set up before. Products are those of mma.py, or for more tokens those of sm90_wgmma.py on permuted
-activations. Programs take one tile each, and the same tile rules serve all numbers of rows.
+A single weight has too few tiles to occupy a GPU, and a program that goes through whole rows has too few bytes in
+flight. So each of a cluster's PROGRAMS multiplies an equal part of K, and the sums are added up in shared memory
+(cluster.py), which needs no memory to be set up before. Products are those of mma.py, or for more tokens those of
+sm90_wgmma.py on permuted activations. Each program takes one tile, and the same tile rules serve all numbers of rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .weights import copy_weights, new_ring, row_swizzle
 
 
 class Share(NamedTuple):
-    """What a program multiplies: chunks from `first` on of a tile."""
+    """The chunks that a program multiplies: those of a tile from `first` on."""
 
     work: Any
     first: Any
@@ -35,20 +35,20 @@ class Share(NamedTuple):
 
 @gluon.constexpr_function
 def num_chunks(shape, tile) -> int:
-    """Of one program; parts of K are equal, and of whole chunks."""
+    """The number of chunks of one program. Parts of K are equal, and are whole chunks."""
     return shape.C // tile.PROGRAMS // tile.GROUPS
 
 
 @gluon.jit
 def fill_slice(strip, scales, share, chunk, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Decode the strip's columns from `chunk` on. A barrier must follow."""
+    """Fill the strip with the scales from `chunk` on. A barrier must follow."""
     part = Slice(share.work.tile, share.work.exceptions, chunk * TILE.GROUPS)
     fill_strip(strip, scales, load_slice(scales, part, SHAPE, TILE), part, SHAPE=SHAPE, TILE=TILE)
 
 
 @gluon.jit
 def mma_sums(x_ptr, weight, share, ring, strip, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Unscaled sums [BLOCK_N, BLOCK_T] of this program's chunks. All of their scales are in the strip, if any."""
+    """Unscaled sums [BLOCK_N, BLOCK_T] of this program's chunks. If there is a strip, it holds all of their scales."""
     CHUNKS: gl.constexpr = num_chunks(SHAPE, TILE)
     STAGES: gl.constexpr = TILE.STAGES
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
@@ -63,9 +63,9 @@ def mma_sums(x_ptr, weight, share, ring, strip, SHAPE: gl.constexpr, TILE: gl.co
     for i in range(CHUNKS):
         async_copy.wait_group(STAGES - 2)
         if TILE.STRIPS > 0:
-            barrier()  # what filled the strip; Triton sees it, and adds none for what the copies brought
+            barrier()  # for the strip; Triton then adds no barrier of its own for the copies
         ahead = i + STAGES - 1
-        if STAGES <= CHUNKS:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+        if STAGES <= CHUNKS:  # separate: Triton cannot lower copies known to be dead  # noqa: SIM102
             if ahead < CHUNKS:
                 copy_chunk(ring, x_ptr, weight, share.work, share.first + ahead, SHAPE=SHAPE, TILE=TILE)
         async_copy.commit_group()
@@ -76,7 +76,7 @@ def mma_sums(x_ptr, weight, share, ring, strip, SHAPE: gl.constexpr, TILE: gl.co
 
 @gluon.jit
 def copy_word(ring, x_ptr, sources, chunk, WORD: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Start the copy of the permuted activations under one word of a chunk's groups."""
+    """Start the copy of the permuted activations that meet one word of a chunk's groups."""
     LAYOUT: gl.constexpr = sources.type.layout.parent
     GROUPS: gl.constexpr = TILE.GROUPS
     value = gl.arange(0, 8 * GROUPS, gl.SliceLayout(0, LAYOUT)) + WORD * (8 * GROUPS)
@@ -87,7 +87,8 @@ def copy_word(ring, x_ptr, sources, chunk, WORD: gl.constexpr, SHAPE: gl.constex
 
 @gluon.jit
 def load_weights(ring, strip, chunk, column, TILE: gl.constexpr):
-    """(codes [BLOCK_N, G], pairs of scales as factors [BLOCK_N, G/2]) of a chunk; `column`: its chunk of the strip."""
+    """(codes [BLOCK_N, G], pairs of scales as factors [BLOCK_N, G/2]) of a chunk; `column` is its chunk in the
+    strip."""
     stage = chunk % TILE.STAGES
     words = ring.codes.index(stage).load(group_layout(TILE.BLOCK_N, TILE.GROUPS, gl.num_warps()))
     if TILE.STRIPS > 0:
@@ -99,9 +100,9 @@ def load_weights(ring, strip, chunk, column, TILE: gl.constexpr):
 
 @gluon.jit
 def wgmma_sums(x_ptr, weight, share, ring, strip, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """The same by warpgroups. A word is unpacked while the products of the one before it run; what these read and write
-    keeps its registers until it is waited for. Copies are asked for word by word too, since many at once stall, and two
-    stages ahead of what is in use. Of long rows, the strip holds a slice at a time."""
+    """The same by warpgroups. A word is unpacked while the products of the previous word run; what these read and write
+    keeps its registers until they are waited for. Copies are started word by word too, since many at once stall, and
+    the ring has two stages more than are in flight. If rows are long, the strip holds a slice at a time."""
     CHUNKS: gl.constexpr = num_chunks(SHAPE, TILE)
     A_SLICE: gl.constexpr = TILE.COLS // TILE.GROUPS
     AHEAD: gl.constexpr = TILE.STAGES - 2
@@ -115,7 +116,7 @@ def wgmma_sums(x_ptr, weight, share, ring, strip, SHAPE: gl.constexpr, TILE: gl.
     for i in gl.static_range(AHEAD):
         if i < CHUNKS:
             copy_weights(ring, weight, tile, share.first + i, SHAPE=SHAPE, TILE=TILE)
-    ptx.wait_for_last_launch()  # which permutes the tokens
+    ptx.wait_for_last_launch()  # it permutes the tokens
     for i in gl.static_range(AHEAD):
         if i < CHUNKS:
             for word in gl.static_range(2):
@@ -130,13 +131,13 @@ def wgmma_sums(x_ptr, weight, share, ring, strip, SHAPE: gl.constexpr, TILE: gl.
         async_copy.wait_group(AHEAD - 1)
         hopper.fence_async_shared()
         barrier()
-        if TILE.STRIPS > 0 and A_SLICE < CHUNKS:  # alone: not known with the other  # noqa: SIM102
+        if TILE.STRIPS > 0 and A_SLICE < CHUNKS:  # separate: known at compile time, unlike the other  # noqa: SIM102
             if (i > 0) & (i % A_SLICE == 0):
                 fill_slice(strip, weight.scales, share, chunk, SHAPE, TILE)
                 barrier()
         words, factors = load_weights(ring, strip, chunk, i % A_SLICE, TILE)
         for word in gl.static_range(2):
-            if AHEAD < CHUNKS:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+            if AHEAD < CHUNKS:  # separate: Triton cannot lower copies known to be dead  # noqa: SIM102
                 if i + AHEAD < CHUNKS:
                     if word == 0:
                         copy_weights(ring, weight, tile, chunk + AHEAD, SHAPE=SHAPE, TILE=TILE)
@@ -155,7 +156,8 @@ def wgmma_sums(x_ptr, weight, share, ring, strip, SHAPE: gl.constexpr, TILE: gl.
 def nvfp4_split_kernel(
     x_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts, SHAPE: gl.constexpr, TILE: gl.constexpr
 ):
-    """As `nvfp4_gemm_kernel`, of one weight and rows that are not routed; with TILE.WARPGROUP, of permuted ones."""
+    """Like `nvfp4_gemm_kernel`, for one weight and rows that are not routed; with TILE.WARPGROUP, for permuted
+    activations."""
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PROGRAMS: gl.constexpr = TILE.PROGRAMS
     program = gl.program_id(0) % PROGRAMS

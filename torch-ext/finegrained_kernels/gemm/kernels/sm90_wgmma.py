@@ -1,10 +1,10 @@
-"""The GEMM for many rows an expert on Hopper: warpgroup products, weights from registers, tokens from shared memory.
+"""The GEMM for many rows per expert on Hopper: warpgroup products of weights in registers and tokens in shared memory.
 
-Same tiles, routing and epilogue as mma.py, and the same unpacking. Warpgroup products read tokens through
-descriptors, in order, so that here it is the activations that are relabelled, once, in memory (`permute_tokens`): a
-chunk of G groups holds, for each of a group's two words, 4 products of 2G values, value 2 * slot + h of a product.
-One word's products run while the other word is unpacked. Products read their weights from registers until they are
-waited for, which compilers do not know: what is in flight is named in every wait, or its registers are used again.
+Tiles, routing, epilogue and unpacking are those of mma.py. Warpgroup products read tokens through descriptors, in
+order, so here the activations are reordered once, in memory (`permute_tokens`): a chunk of G groups holds, for each of
+a group's two words, 4 products of 2G values each, ordered as 2 * slot + h. One word's products run while the other word
+is unpacked. Products read their weights from registers until they are waited for. Compilers do not know that, so every
+wait names the values that are in flight; otherwise their registers would be reused.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ PERMUTE_BLOCK = 4096
 
 @triton.jit(do_not_specialize=["num_rows"])
 def permute_tokens_kernel(x_ptr, out_ptr, num_rows, K: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK results a program. In a chunk, k = (lane, own group, word, half, p) and the result is (word, p, own group,
-    lane, half): unpack.py. Zeros past K."""
-    gdc_launch_dependents()  # what waits for the end of this launch may begin
+    """Each program writes BLOCK results. In a chunk, k is (lane, own group, word, half, p) and its place in the result
+    (word, p, own group, lane, half), as in unpack.py. Writes zeros past K."""
+    gdc_launch_dependents()  # the launch that waits for the end of this one may begin
     ROW: tl.constexpr = (K + 16 * GROUPS - 1) // (16 * GROUPS) * (16 * GROUPS)
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, k = offs // ROW, offs % ROW
@@ -69,7 +69,7 @@ def permute_tokens_kernel(x_ptr, out_ptr, num_rows, K: tl.constexpr, GROUPS: tl.
 
 
 def permute_tokens(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """[M, chunks, 8, 2G] of activations [M, K]; bytes moved: each value read and written once."""
+    """Reorder activations [M, K] into [M, chunks, 8, 2G]. Bytes moved: each value is read and written once."""
     chunks = cdiv(x.shape[1], 16 * groups)
     out = x.new_empty(x.shape[0], chunks, 8, 2 * groups)
     grid = (cdiv(out.numel(), PERMUTE_BLOCK),)
@@ -78,21 +78,22 @@ def permute_tokens(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 class Work(NamedTuple):
-    """A tile, and its activation rows as `copy_chunk` lays them out."""
+    """A tile, and its activation rows in the layout of `copy_chunk`."""
 
     tile: Any
     sources: Any
 
 
 class Strips(NamedTuple):
-    """Shared addresses: of this tile's scales, and of the next one's, which may be the same."""
+    """The shared addresses of this tile's scales and of the next tile's, which may be the same."""
 
     current: Any
     following: Any
 
 
 class NextScales(NamedTuple):
-    """The next tile's scales, to be stored into its strip: a slice, and its rows if `holds_next_rows`, else 0."""
+    """The next tile's scales, to be stored into its strip: a slice, and its rows in registers if `holds_next_rows`,
+    else 0."""
 
     part: Any
     rows: Any
@@ -100,13 +101,13 @@ class NextScales(NamedTuple):
 
 @gluon.constexpr_function
 def wgmma_layout(num_warps: int, block_t: int):
-    """Sums [BLOCK_N, BLOCK_T] of warpgroups stacked along weight rows."""
+    """Layout of sums [BLOCK_N, BLOCK_T], with warpgroups stacked along weight rows."""
     return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, block_t, 16])
 
 
 @gluon.constexpr_function
 def word_rows_layout(block_t: int, cols: int, num_warps: int):
-    """[2 words, BLOCK_T] as the rows of `copy_layout(cols, 8)` of [2 * BLOCK_T, cols] are spread."""
+    """Layout of [2 words, BLOCK_T] that matches the rows of [2 * BLOCK_T, cols] in `copy_layout(cols, 8)`."""
     across = cols // 8
     rows = [[bit // block_t, bit % block_t] for bit in powers(1, 2 * block_t)]
     in_lanes, in_warps = len(powers(across, 32)), len(powers(1, num_warps))
@@ -118,7 +119,7 @@ def word_rows_layout(block_t: int, cols: int, num_warps: int):
 
 @gluon.jit
 def weight_operand(words, factors, WORD: gl.constexpr, MMA: gl.constexpr, IS_FP16: gl.constexpr):
-    """The left operand [ROWS, 8G] of the 4 products, one after the other, of one word of every group [ROWS, G]."""
+    """The left operands [ROWS, 8G] of 4 products, one after the other, from one word of every group [ROWS, G]."""
     ROWS: gl.constexpr = words.shape[0]
     GROUPS: gl.constexpr = words.shape[1]
     w = word_values(words, factors, WORD, IS_FP16)
@@ -153,13 +154,13 @@ def copy_chunk(ring, x_ptr, weight, work, chunk, SHAPE: gl.constexpr, TILE: gl.c
 
 @gluon.constexpr_function
 def holds_next_rows(num_warps: int) -> bool:
-    """Whether registers hold the next tile's rows of scales while this one is multiplied."""
+    """Whether registers hold the next tile's rows of scales while this tile is multiplied."""
     return num_warps > 4
 
 
 @gluon.jit
 def fill_next(strip, scales, following, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Store the next tile's scales, all at once; load them first where registers did not hold them."""
+    """Store the next tile's scales, all at once. Load them first if they are not in registers."""
     zero = 0
     rows = following.rows
     if not holds_next_rows(gl.num_warps()):
@@ -189,7 +190,7 @@ def load_part(ring, strip, chunk, part, SHAPE: gl.constexpr, TILE: gl.constexpr)
 
 @gluon.jit
 def replaced(values, index: gl.constexpr, value):
-    """The tuple `values` with another item `index`."""
+    """The tuple `values`, with item `index` replaced."""
     out = ()
     for i in gl.static_range(len(values)):
         out = out + ((value if i == index else values[i]),)  # noqa: RUF005
@@ -198,9 +199,9 @@ def replaced(values, index: gl.constexpr, value):
 
 @gluon.jit
 def multiply(sums, x_ptr, weight, work, ring, strips, following, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Unscaled sums of one tile, part by part. A word is unpacked while the products of the one before it run.
+    """Unscaled sums of one tile, part by part. A word is unpacked while the products of the previous word run.
 
-    Scales of the next tile that have a strip are stored on the way, if there are two strips, or else at the end."""
+    If scales have strips, the next tile's are stored meanwhile if there are two strips, and otherwise at the end."""
     PARTS: gl.constexpr = TILE.PARTS
     ROWS: gl.constexpr = sums[0].shape[0]
     BLOCK_T: gl.constexpr = sums[0].shape[1]
@@ -224,23 +225,23 @@ def multiply(sums, x_ptr, weight, work, ring, strips, following, SHAPE: gl.const
                 right = ring.tokens.index(chunk % STAGES).slice(word * BLOCK_T, BLOCK_T).permute([1, 0])
                 sums = replaced(sums, part, hopper.warpgroup_mma(left, right, sums[part], is_async=True))
                 if part == 0 and word == 1:
-                    barrier()  # every warp has waited for the last chunk's products: its stage is free
+                    barrier()  # every warp has waited for the last chunk's products, so its stage is free
                     ahead = chunk + STAGES - 1
-                    if CHUNKS >= STAGES:  # alone: Triton cannot lower copies it knows to be dead  # noqa: SIM102
+                    if CHUNKS >= STAGES:  # separate: Triton cannot lower copies known to be dead  # noqa: SIM102
                         if ahead < CHUNKS:
                             copy_chunk(ring, x_ptr, weight, work, ahead, SHAPE=SHAPE, TILE=TILE)
                     async_copy.commit_group()
-                    if TILE.STRIPS == 2:  # each step between two chunks' barriers
+                    if TILE.STRIPS == 2:  # each step is between the barriers of two chunks
                         if chunk == CHUNKS - 2:
                             store_rows(strips.following, following.rows, 0, SHAPE, TILE)
                             if SHAPE.COMPRESSED:
                                 exceptions = load_exceptions(weight.scales, following.part.exceptions, 0, SHAPE, TILE)
-                        if SHAPE.COMPRESSED:  # alone: not known with the other  # noqa: SIM102
+                        if SHAPE.COMPRESSED:  # separate: known at compile time, unlike the other  # noqa: SIM102
                             if chunk == CHUNKS - 1:
                                 patch_strip(
                                     strips.following, weight.scales, exceptions, following.part, SHAPE=SHAPE, TILE=TILE
                                 )  # fmt: skip
-                # What products in flight read and write keeps its registers until it is waited for.
+                # What products in flight read and write keeps its registers until they are waited for.
                 waited = hopper.warpgroup_mma_wait(1, deps=sums + (busy,))  # noqa: RUF005
                 sums = waited[:PARTS]
                 busy = left
@@ -254,7 +255,7 @@ def multiply(sums, x_ptr, weight, work, ring, strips, following, SHAPE: gl.const
 
 @gluon.jit
 def tile_sources(schedule, tile, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr):
-    """The activation rows of a tile, twice: of each of a group's words."""
+    """The activation rows of a tile, twice: once for each of a group's words."""
     WORD_ROWS: gl.constexpr = word_rows_layout(BLOCK_T, 8 * GROUPS, gl.num_warps())
     COPY: gl.constexpr = copy_layout(8 * GROUPS, 8, gl.num_warps())
     sources = source_rows(schedule, tile, gl.arange(0, BLOCK_T, gl.SliceLayout(0, WORD_ROWS)))
@@ -284,7 +285,7 @@ def tile_sums(
 
 @gluon.jit
 def plan_slice(schedule, tile, scales, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """All of a tile's scales; of others in place of those of no expert."""
+    """A slice of all of a tile's scales; for a tile without an expert, those of another."""
     tile = with_weights(tile, schedule)
     exceptions = exception_span(scales, tile, schedule.num_experts, SHAPE, TILE)
     if SHAPE.COMPRESSED:
@@ -296,10 +297,11 @@ def plan_slice(schedule, tile, scales, SHAPE: gl.constexpr, TILE: gl.constexpr):
 def nvfp4_wgmma_kernel(
     x_ptr, weight, routing, epilogue, num_rows, num_sources, num_experts, SHAPE: gl.constexpr, TILE: gl.constexpr
 ):
-    """As `nvfp4_gemm_kernel`, on permuted activations. A tile of few rows is multiplied as one of BLOCK_T / 4.
+    """Like `nvfp4_gemm_kernel`, for permuted activations. A tile with few rows is multiplied as one of BLOCK_T / 4.
 
-    Of scales that have a strip, the next tile's are loaded before this tile is multiplied, and stored meanwhile; by 4
-    warps, which share a multiprocessor with 4 others and have neither the registers nor a second strip, afterwards.
+    If scales have strips, the next tile's are loaded before this tile is multiplied, and stored while it is. A program
+    of 4 warps shares a multiprocessor with another, and has neither the registers nor the second strip for that, so it
+    loads and stores them afterwards.
     """
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     BLOCK_T: gl.constexpr = TILE.BLOCK_T

@@ -1,4 +1,5 @@
-"""Gluon building blocks: how a tile of NVFP4 weights becomes tensor-core operands without moving between threads.
+"""Gluon building blocks that turn a tile of NVFP4 weights into tensor-core operands without moving data between
+threads.
 
 One lane owns whole 16-groups. In a chunk of G groups, lane t of a quad owns groups [t * G/4, (t + 1) * G/4): it reads
 them, their scales and the activations under them as contiguous vectors. The K order inside a product is free as long
@@ -27,7 +28,7 @@ load_async = getattr(ampere.async_copy, "async_load", ampere.async_copy.async_co
 
 @gluon.constexpr_function
 def operand_shift(dtype) -> float:
-    """What the sums of operands of `dtype` are multiplied by."""
+    """The factor by which sums of products of `dtype` operands have to be multiplied."""
     return 2.0**14 if dtype == gl.float16 else 2.0**7
 
 
@@ -39,13 +40,13 @@ def powers(low: int, high: int) -> list:
 
 @gluon.constexpr_function
 def mma_layout(num_warps: int):
-    """Sums [BLOCK_N, BLOCK_T]: warps along weight rows, 8 tokens an instruction."""
+    """Layout of sums [BLOCK_N, BLOCK_T]: warps along weight rows, 8 tokens per instruction."""
     return gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
 
 
 @gluon.constexpr_function
 def group_layout(block_n: int, elements: int, num_warps: int):
-    """Weight words or scale pairs [BLOCK_N, elements], a quarter of each row a lane of the quad."""
+    """Layout of weight words or scale pairs [BLOCK_N, elements]: each lane of a quad has a quarter of a row."""
     own = elements // 4
     registers = [[0, b] for b in powers(1, own)] + [[8, 0]] + [[b, 0] for b in powers(16 * num_warps, block_n)]
     lanes = [[0, own], [0, 2 * own], [1, 0], [2, 0], [4, 0]]
@@ -55,7 +56,7 @@ def group_layout(block_n: int, elements: int, num_warps: int):
 
 @gluon.constexpr_function
 def token_layout(block_t: int, own: int, num_warps: int):
-    """Activations [4 * BLOCK_T, own]: row 4 * token + t holds what lane t of the token's quad reads."""
+    """Layout of activations [4 * BLOCK_T, own]: row 4 * token + t holds what lane t of the token's quad reads."""
     registers = [[0, b] for b in powers(1, own)] + [[b, 0] for b in powers(32, 4 * block_t)]
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0]] * len(powers(1, num_warps)), [], [4 * block_t, own])
@@ -63,42 +64,44 @@ def token_layout(block_t: int, own: int, num_warps: int):
 
 @gluon.constexpr_function
 def copy_layout(cols: int, vector: int, num_warps: int):
-    """Global to shared copies of [rows, cols], `vector` elements a lane."""
+    """Layout of copies of [rows, cols] from global to shared memory: `vector` elements per lane."""
     across = min(32, cols // vector)
     return gl.BlockedLayout([1, vector], [32 // across, across], [num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def store_layout(block_n: int, vector: int, num_warps: int):
-    """Results [block_n, BLOCK_T]: `vector` consecutive columns of the output a lane, lanes along them first."""
+    """Layout of results [block_n, BLOCK_T]: each lane has `vector` consecutive columns of the output, and neighbouring
+    lanes have neighbouring columns."""
     across = min(32, block_n // vector)
     return gl.BlockedLayout([vector, 1], [across, 32 // across], [1, num_warps], [0, 1])
 
 
 @gluon.jit
 def to_slots(values, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
-    """Relabel the groups [.., G] of a quad, lane-major, to tensor-core slots, where the lane is the fastest index."""
+    """Relabel the groups [.., G] of a quad, which are ordered by lane, to tensor-core slots, where the lane is the
+    fastest index."""
     return values.reshape([BLOCK_N, 4, GROUPS // 4]).permute([0, 2, 1]).reshape([BLOCK_N, GROUPS])
 
 
 @gluon.jit
 def weight_operand(first, second, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr):
-    """One product's left operand [BLOCK_N, 2G] from its two values of every group."""
+    """One product's left operand [BLOCK_N, 2G], from its two values of every group."""
     pairs = gl.join(to_slots(first, BLOCK_N, GROUPS), to_slots(second, BLOCK_N, GROUPS)).reshape([BLOCK_N, 2 * GROUPS])
     return gl.convert_layout(pairs, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
 def token_operand(pairs, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr, MMA: gl.constexpr):
-    """One product's right operand [2G, BLOCK_T] from activation pairs [BLOCK_T, 4, G/4, 2]."""
+    """One product's right operand [2G, BLOCK_T], from activation pairs [BLOCK_T, 4, G/4, 2]."""
     pairs = pairs.permute([0, 2, 1, 3]).reshape([BLOCK_T, 2 * GROUPS]).permute([1, 0])
     return gl.convert_layout(pairs, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
 def word_values(words, factors, WORD: gl.constexpr, IS_FP16: gl.constexpr):
-    """The 8 scaled values of word `WORD` of every group [BLOCK_N, G], as 8 such tensors; `factors`: of pairs of groups,
-    int32 [BLOCK_N, G/2]."""
+    """The 8 scaled values of word `WORD` of every group, as 8 tensors [BLOCK_N, G]. `factors` has the factors of pairs
+    of groups, int32 [BLOCK_N, G/2]."""
     BLOCK_N: gl.constexpr = words.shape[0]
     GROUPS: gl.constexpr = words.shape[1]
     PAIRS: gl.constexpr = group_layout(BLOCK_N, GROUPS // 2, gl.num_warps())
@@ -115,7 +118,7 @@ def word_values(words, factors, WORD: gl.constexpr, IS_FP16: gl.constexpr):
 
 @gluon.jit
 def token_pairs(x, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr):
-    """Activations [4 * BLOCK_T, 4G] as the pairs of the 8 products, [BLOCK_T, 4, G/4, 2] each, products in order."""
+    """Activations [4 * BLOCK_T, 4G] as pairs for the 8 products, in order, each [BLOCK_T, 4, G/4, 2]."""
     x = x.reshape([BLOCK_T, 4, GROUPS // 4, 2, 2, 2, 2])  # token, lane, own group, word a, pair half, p >> 1, p & 1
     even, odd = gl.split(x)
     x0, x2 = gl.split(even)

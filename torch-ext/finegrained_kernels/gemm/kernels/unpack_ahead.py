@@ -1,9 +1,9 @@
-"""Weights unpacked to bf16 in memory, for a GEMM of many tokens that reads them so. Each product of a code and a scale
-is exact in bf16.
+"""Unpacks weights to bf16 in memory, for a GEMM with many tokens that reads them so. Each product of code and scale is
+exact in bf16.
 
-Bytes moved: 9 bits read and 2 bytes written a weight; the roof is a copy of as many. A program unpacks the weights of
-one offset tile of scales, and compressed scales as it goes: first by bases and codes, then, after a barrier, the groups
-of the tile's exceptions again.
+Bytes moved: for each weight, 4.5 bits are read and 2 bytes written; the roof is a copy of as many bytes. A program
+unpacks the weights of one offset tile of scales. If scales are compressed, it first uses bases and codes, and then,
+after a barrier, unpacks the groups of the tile's exceptions again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .unpack import barrier
 
 @gluon.jit
 def unpacked(words, scales):
-    """Words of 8 codes [B] and their scales, float32 [B], as pairs of bf16, int32 [B, 4]."""
+    """Turn words of 8 codes [B] and their scales, float32 [B], into pairs of bf16, int32 [B, 4]."""
     PARENT: gl.constexpr = words.type.layout.parent
     shift = 8 * gl.arange(0, 4, gl.SliceLayout(0, PARENT))
     codes = words[:, None] >> shift[None, :]
@@ -29,7 +29,7 @@ def unpacked(words, scales):
 
 @gluon.jit
 def patch_exceptions(out_ptr, words_ptr, scales, tile, PAIRS: gl.constexpr):
-    """Unpack the groups of a tile's exceptions again."""
+    """Unpack the groups of a tile's exceptions again, with the right scales."""
     BLOCK_X: gl.constexpr = 32 * gl.num_warps()
     lane = gl.arange(0, BLOCK_X, gl.SliceLayout(1, PAIRS))
     pair = gl.arange(0, 4, gl.SliceLayout(0, PAIRS))
@@ -47,10 +47,10 @@ def patch_exceptions(out_ptr, words_ptr, scales, tile, PAIRS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["first_tile"])
 def unpack_kernel(out_ptr, weight, factor_ptr, factors_ptr, first_tile, C: gl.constexpr, PLANE: gl.constexpr):
-    """From offset tile `first_tile` of a weight's PLANE scales on, C a row, one tile a program.
+    """Unpack a weight with PLANE scales, C in a row, from offset tile `first_tile` on. Each program does one tile.
 
-    out: pairs of bf16, as int32. weight: operands.py; its codes in words of 8 (int32), its scales in bytes.
-    `factors` becomes (factor, 0): the multipliers that the GEMM after it reads.
+    out: pairs of bf16, as int32. weight: see operands.py; its codes are words of 8 (int32), its scales bytes.
+    `factors` is set to (factor, 0), the multipliers that the following GEMM reads.
     """
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
     scales = weight.scales

@@ -1,4 +1,4 @@
-"""The ring of shared memory that chunks of weights arrive in, and of scales where they come with the weights."""
+"""The ring in shared memory for chunks of weights, and of scales if these arrive with the weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .unpack import copy_layout, load_async
 
 
 class Ring(NamedTuple):
-    """STAGES chunks: activations as each kernel lays them out, codes, and pairs of scale bytes, or 0 if they have a
-    strip."""
+    """STAGES chunks: activations in each kernel's own layout, codes, and pairs of scale bytes (0 if scales have a
+    strip)."""
 
     tokens: Any
     codes: Any
@@ -22,7 +22,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def new_ring(tokens, TILE: gl.constexpr):
-    """`tokens`: shared memory of the activations."""
+    """Allocate a ring. `tokens` is the shared memory for activations."""
     CODES: gl.constexpr = row_swizzle(TILE.GROUPS, 2)
     codes = gl.allocate_shared_memory(gl.int64, [TILE.STAGES, TILE.BLOCK_N, TILE.GROUPS], CODES)
     scales = 0
@@ -34,20 +34,21 @@ def new_ring(tokens, TILE: gl.constexpr):
 
 @gluon.constexpr_function
 def scale_vector(columns: int, groups: int, swizzled: bool) -> int:
-    """Pairs of scale bytes that lie together, aligned, in every row; one copy takes 4 to 16 bytes."""
+    """How many pairs of scale bytes are contiguous and aligned in every row; one copy takes 4 to 16 bytes."""
     return 2 if swizzled else min(8, groups // 2, (columns & -columns) // 2)
 
 
 @gluon.constexpr_function
 def row_swizzle(cols: int, vector: int):
-    """Shared [rows, cols] in which lanes that read 16-byte vectors of 8 rows meet 8 different bank groups."""
+    """Shared layout of [rows, cols] in which lanes that read 16-byte vectors of 8 rows use 8 different groups of
+    banks."""
     vectors = cols // vector
     return gl.SwizzledSharedLayout(vector, max(1, 8 // vectors), min(8, vectors), [1, 0])
 
 
 @gluon.jit
 def tile_row(rows, TILE: gl.constexpr):
-    """(row of its half, half) of rows of a tile: with a gate, 8 of its rows alternate with their 8 rows of up."""
+    """(row in its half, half) for rows of a tile. With a gate, 8 gate rows alternate with the 8 matching up rows."""
     if TILE.HALVES == 2:
         return rows // 16 * 8 + rows % 8, rows // 8 % 2
     else:
@@ -56,9 +57,9 @@ def tile_row(rows, TILE: gl.constexpr):
 
 @gluon.jit
 def copy_rows(destination, source_ptr, columns, step, tile, ROW: gl.constexpr, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Start the copy of columns `step + columns` of a tile's rows of [experts, N or 2N, ROW]; zeros past its end.
+    """Start the copy of columns `step + columns` of a tile's rows of [experts, N or 2N, ROW]; zeros past the end.
 
-    Offsets are 64-bit from the start, so that what is constant in them becomes part of the instruction.
+    Offsets are 64-bit from the start, so that their constant part becomes part of the instruction.
     """
     LAYOUT: gl.constexpr = columns.type.layout.parent
     row, half = tile_row(gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(1, LAYOUT)), TILE)
@@ -73,7 +74,7 @@ def copy_rows(destination, source_ptr, columns, step, tile, ROW: gl.constexpr, S
 
 @gluon.jit
 def copy_swizzled_scales(destination, scales_ptr, pairs, chunk, tile, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """The same for `pairs` of scale bytes of a chunk, of swizzled planes."""
+    """The same for `pairs` of scale bytes of a chunk, in swizzled planes."""
     LAYOUT: gl.constexpr = pairs.type.layout.parent
     PLANE: gl.constexpr = swizzled_bytes(TILE.HALVES * SHAPE.N, SHAPE.C) // 2
     row, half = tile_row(gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(1, LAYOUT)), TILE)
@@ -88,8 +89,7 @@ def copy_swizzled_scales(destination, scales_ptr, pairs, chunk, tile, SHAPE: gl.
 
 @gluon.jit
 def copy_weights(ring, weight, tile, chunk, SHAPE: gl.constexpr, TILE: gl.constexpr):
-    """Start the copies of a K chunk of codes, and of scales unless they have a strip, into the chunk's stage of the
-    ring."""
+    """Start copying a K chunk of codes, and of scales unless these have a strip, into the chunk's stage of the ring."""
     C: gl.constexpr = SHAPE.C
     CODES: gl.constexpr = copy_layout(TILE.GROUPS, 2, gl.num_warps())
     groups = gl.arange(0, TILE.GROUPS, gl.SliceLayout(0, CODES))
