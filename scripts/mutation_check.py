@@ -341,13 +341,13 @@ FAULTS = [
             (
                 "before a strip is filled again",
                 "mma.py",
-                "            barrier()  # every warp is done with the strip\n",
+                "            barrier()  # until every warp is done with the strip\n",
                 "",
             ),
             (
                 "before a warpgroup's stage is overwritten",
                 "sm90_wgmma.py",
-                "barrier()  # every warp has waited for the last chunk's products: its stage is free\n",
+                "barrier()  # every warp has waited for the last chunk's products, so its stage is free\n",
                 "pass\n",
             ),
         ]

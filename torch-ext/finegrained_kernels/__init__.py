@@ -1,4 +1,4 @@
-"""Exact decoding of compressed NVFP4 scales, and the kernels that consume them."""
+"""Exact decoding of compressed NVFP4 scales, and kernels that use them."""
 
 from __future__ import annotations
 

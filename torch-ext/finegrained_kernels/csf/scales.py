@@ -164,7 +164,7 @@ def prepare_nvfp4_csf_scales(
 
     Source: docs/format.md, "One compressed plane". One host sync on a GPU, for the result of the check.
 
-    > fixed = torch.tensor([100] * 16 + [0x10] * 16, dtype=torch.uint8)  # 16 rows: base 100, codes 0 and 1
+    >>> fixed = torch.tensor([100] * 16 + [0x10] * 16, dtype=torch.uint8)  # 16 rows: base 100, codes 0 and 1
     >>> exceptions = torch.tensor([7 << 24 | 3], dtype=torch.int32)  # row 1, column 1 is 7
     >>> scales = prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=16, num_cols=2)
     >>> scales.shape, scales.nbytes

@@ -50,7 +50,7 @@ class NVFP4CSFWire:
     Raises:
         ValueError: sizes do not fit together. The content is validated by `check`.
 
-    > wire = NVFP4CSFWire.of(torch.zeros(3, 48, dtype=torch.uint8), [torch.tensor([7])] * 3, num_rows=16, num_cols=4)
+    >>> wire = NVFP4CSFWire.of(torch.zeros(3, 48, dtype=torch.uint8), [torch.tensor([7])] * 3, num_rows=16, num_cols=4)
     Traceback (most recent call last):
     ValueError: exceptions[0] must be torch.uint32 or torch.int32, got torch.int64
     >>> words = [torch.tensor([7], dtype=torch.int32)] * 3

@@ -1,4 +1,4 @@
-"""The weights of a layer's experts, checked to fit together."""
+"""The weights of a layer's experts, with a check that they fit together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELD_DTYPES = {
     **{"gate_up_scales": (torch.float8_e4m3fn, torch.uint8), "down_scales": (torch.float8_e4m3fn, torch.uint8)},
     **{"gate_up_global": GLOBAL, "down_global": GLOBAL, "gate_up_input_global": GLOBAL, "down_input_global": GLOBAL},
 }
-"""What the tensors of `NVFP4Experts` may be."""
+"""The dtypes that the tensors of `NVFP4Experts` may have."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,16 +32,16 @@ class NVFP4Experts:
         down: packed uint8 `[E, H, I / 2]`.
         gate_up_scales: float8_e4m3fn `[E, 2 * I, H / 16]`, or the same compressed.
         down_scales: float8_e4m3fn `[E, H, I / 16]`, or the same compressed.
-        gate_up_global: float32 `[E]`, or `[E, 2]` where gate and up differ; a multiplier.
-        down_global: float32 `[E]`, a multiplier.
-        gate_up_input_global, down_input_global: float32 scalar, `[1]` or `[E]`, calibrated multipliers of the
-            activations for W4A4; None measures each row.
-        scratch: contiguous uint8 of `scratch_size` bytes or more, which compressed scales are decoded into; layers that
-            never run at the same time may share one. None allocates at every call.
+        gate_up_global: float32 multiplier `[E]`, or `[E, 2]` if gate and up differ.
+        down_global: float32 multiplier `[E]`.
+        gate_up_input_global, down_input_global: for W4A4, the calibrated float32 multipliers of the activations, a
+            scalar, `[1]` or `[E]`; None computes one for each row.
+        scratch: contiguous uint8 of at least `scratch_size` bytes, into which compressed scales are decoded. Layers may
+            share one. None allocates memory in every call.
 
     Raises:
-        ValueError, TypeError: shapes that do not fit together, dtypes, devices, or a scratch that is too small; names
-            the tensor.
+        ValueError, TypeError: a shape, dtype or device does not fit the others, or the scratch is too small. The
+            message names the tensor.
     """
 
     gate_up: torch.Tensor
@@ -96,7 +96,7 @@ class NVFP4Experts:
             prepare_launches()
 
     def __getstate__(self) -> dict[str, object]:
-        """The fields alone: whose turn it is with the scratch is nothing to a copy."""
+        """Only the fields: a copy has nothing to do with whose turn it is to use the scratch."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _check_tensor(self, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -123,11 +123,11 @@ class NVFP4Experts:
 
     @property
     def scratch_size(self) -> int:
-        """Bytes of scratch that decoding all compressed scales of these experts takes; 0 if they are dense."""
+        """Bytes of scratch needed to decode all compressed scales of these experts; 0 if they are dense."""
         return sum(csf_workspace_size(scales) for scales in self._compressed())
 
     def _tensors(self) -> dict[str, torch.Tensor | None]:
-        """All but the scratch, those of compressed scales by the names that they have there."""
+        """All tensors but the scratch. Those of compressed scales have their names from `NVFP4CSFScales`."""
         tensors: dict[str, torch.Tensor | None] = {}
         for name in FIELD_DTYPES:
             value = getattr(self, name)

@@ -1,13 +1,13 @@
-"""The MoE layer on prepared experts: routing, gated up-projection, down-projection, weighted sum.
+"""The MoE layer on prepared experts: routing, gated up projection, down projection, weighted sum.
 
-Scales that are kept compressed are read by one of two strategies:
+There are two strategies for reading scales that are kept compressed:
 
-    "staged"  they are decoded into the experts' scratch before the GEMMs read them: by the call itself, only those of
-              experts that have rows, or ahead of it by `expand_scales`, all of them, on whatever stream is current.
-              Layers, threads and streams may share a scratch: calls take turns with it (scratch.py).
-    "fused"   the GEMMs read them compressed. No scratch is touched, or needed.
+    "staged"  they are decoded into the experts' scratch before the GEMMs read them: either by the call itself, which
+              decodes only those of experts that have rows, or ahead of the call by `expand_scales`, which decodes all
+              of them on the current stream. Layers, threads and streams may share a scratch (scratch.py).
+    "fused"   the GEMMs read them compressed. No scratch is needed.
 
-Neither the strategy nor dense scales change which GEMMs run or the order of their sums: outputs have the same bits.
+Dense scales and both strategies use the same GEMMs and the same order of sums, so outputs have the same bits.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from .scratch import decode_scales, decoded_scales, turn
 STRATEGIES = ("staged", "fused")
 
 FUSED_MAX_TOKENS = 32768
-"""Most tokens of a call whose compressed scales are read in the GEMMs by default (`choose_strategy`): the most that
-were measured, where staging was 1 % slower still."""
+"""The most tokens for which GEMMs read compressed scales by default (`choose_strategy`). It is the largest number that
+was measured, and even there staging was 1 % slower."""
 
 BATCHED_MAX_ROWS = 32
-"""Most routed rows, tokens x top-k, of a call that gives every row its own tiles (`is_batched`)."""
+"""The most routed rows, tokens x top-k, of a call that gives every row tiles of its own (`is_batched`)."""
 
 
 def choose_strategy(num_tokens: int, is_read_by_kernels: bool) -> str:
-    """The strategy of a call that names none: fused where its GEMMs read compressed scales themselves.
+    """The strategy of a call that names none: fused if its GEMMs can read compressed scales.
 
-    More tokens than were measured read every scale many times, and decoding it once is less work.
+    Calls with more tokens than were measured are staged: they read every scale many times, and decoding once is less
+    work.
     """
     return "fused" if is_read_by_kernels and num_tokens <= FUSED_MAX_TOKENS else "staged"
 
 
 def is_batched(num_rows: int) -> bool:
-    """Whether each row of a call is a tile of its GEMMs, unsorted, instead of rows being grouped by expert.
+    """Whether each row of a call gets tiles of its own, unsorted, instead of being grouped with others of its expert.
 
-    Depends on the rows alone: dense, staged and fused calls must run the same GEMMs.
+    This depends on the number of rows alone, because dense, staged and fused calls must run the same GEMMs.
     """
     return num_rows <= BATCHED_MAX_ROWS
 
@@ -60,8 +61,8 @@ def is_batched(num_rows: int) -> bool:
 def uses_expanded_scales(
     experts: NVFP4Experts, num_tokens: int, strategy: str | None = None, activation_format: str | None = None
 ) -> bool:
-    """Would `moe_forward` with this `strategy` and `activation_format`, on `num_tokens` tokens, read what
-    `expand_scales` wrote?
+    """Whether `moe_forward` with this `strategy` and `activation_format`, on `num_tokens` tokens, would read what
+    `expand_scales` wrote.
 
     Raises:
         ValueError: a strategy that does not exist.
@@ -73,7 +74,7 @@ def uses_expanded_scales(
 def _strategy_of(
     experts: NVFP4Experts, num_tokens: int, strategy: str | None, activation_format: str | None
 ) -> str | None:
-    """How a call reads compressed scales; None where there are none."""
+    """The strategy that a call uses; None if no scales are compressed."""
     if strategy not in (None, *STRATEGIES):
         raise ValueError(f"strategy must be None or one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
     compressed = experts._compressed()
@@ -85,20 +86,20 @@ def _strategy_of(
 
 
 def _turn(experts: NVFP4Experts, *, staged: bool) -> contextlib.AbstractContextManager:
-    """A turn with the scratch, for calls that use one. Compiled code has no locks and no events: it decodes into memory
-    of its own."""
+    """A turn with the scratch, for calls that use it. Compiled code can use neither locks nor events, so it decodes
+    into memory of its own."""
     return turn(experts) if staged and not torch.compiler.is_compiling() else contextlib.nullcontext()
 
 
 def expand_scales(experts: NVFP4Experts) -> bool:
     """Decode all compressed scales into the experts' scratch, on the current stream, for `scales_expanded=True`.
 
-    Run it after the previous user of the scratch and before the call that it is for, with no call of another thread
-    that uses the scratch in between: `ScalePrefetcher` sees to that, and to streams. Returns False, having done
-    nothing, when the scales are dense.
+    Run it after the previous use of the scratch and before the call that it is for. No other thread may use the scratch
+    in between; `ScalePrefetcher` ensures that, and orders streams. If the scales are dense, does nothing and returns
+    False.
 
     Raises:
-        ValueError: compressed scales and no scratch.
+        ValueError: scales are compressed, and there is no scratch.
     """
     if not experts.scratch_size:
         return False
@@ -127,15 +128,15 @@ def moe_forward(
     Args:
         experts: the layer's weights.
         hidden_states: bf16 or fp16 `[M, H]`.
-        top_k_index: int32 or int64 `[M, top_k]`. An id outside `0..E - 1`, as expert parallelism sends, adds nothing.
+        top_k_index: int32 or int64 `[M, top_k]`. An id outside `0..E - 1`, as used by expert parallelism, adds nothing.
         top_k_weights: floating point `[M, top_k]`.
         activation_format: None for W4A4, "bf16" for W4A16.
         swiglu_alpha, swiglu_limit: as in `matmul_grouped`.
-        strategy: how compressed scales are read, "staged" or "fused"; None: fused up to 32,768 tokens, where the GPU's
-            kernels read them so (docs/kernels.md). Dense scales have nothing to choose and ignore it, so that layers of
-            both kinds take the same call.
-        scales_expanded: the scratch holds these experts' scales already, from `expand_scales`; a staged call does not
-            decode. Other calls ignore it: `uses_expanded_scales` tells which they are.
+        strategy: how compressed scales are read, "staged" or "fused". None: fused up to 32,768 tokens, if the GPU's
+            kernels can read them (docs/kernels.md). It is ignored for dense scales, so that layers of both kinds can be
+            called alike.
+        scales_expanded: the scratch already holds these experts' scales, decoded by `expand_scales`, so that a staged
+            call does not decode them. Other calls ignore it; `uses_expanded_scales` tells which those are.
 
     Returns:
         `[M, H]` in the dtype of `hidden_states`.
@@ -178,16 +179,16 @@ def _forward(
     if not num_tokens:
         return torch.empty_like(hidden_states)
     if staged:
-        forgo_plan()  # it takes turns with others
+        forgo_plan()  # it takes turns with other calls
     expand = staged and not scales_expanded
     batched = is_batched(top_k_index.numel())
     expert_start = gather_idx = scatter_idx = None
     if expand or not batched:
         expert_start, gather_idx, scatter_idx = compute_grouped_scheduling(top_k_index, experts.num_experts, top_k)
-    matmul: Any = matmul_batched if batched else matmul_grouped  # alike but for the routing
+    matmul: Any = matmul_batched if batched else matmul_grouped  # they differ only in the routing
     routing: dict[str, torch.Tensor | None]
     if batched:
-        # A row a choice, in the order of the output: which token it is depends on the shape alone.
+        # One row for each choice, in the order of the output. Which token a row reads depends on the shape alone.
         gather_idx = constant(_token_of_choice, num_tokens, top_k, device=hidden_states.device)
         routing, scatter = {"expert_ids": top_k_index.reshape(-1)}, {}
     else:
@@ -228,7 +229,7 @@ def _check_call(
     top_k_weights: torch.Tensor,
     activation_format: str | None,
 ) -> None:
-    """All that the kernels would find wrong, before the first of them runs."""
+    """Check everything that the kernels would reject, before the first of them runs."""
     if other := no_dense_tensor(experts.gate_up):
         raise ValueError(f"experts must be on a CPU or GPU, got {other}")
     device = experts.gate_up.device

@@ -1,16 +1,16 @@
-"""`ScalePrefetcher`: layers' scales decoded on a side stream while other layers run.
+"""`ScalePrefetcher`: decodes layers' scales on a side stream while other layers run.
 
-For layers that share one scratch, or two in turns. The order that has to hold, for each scratch:
+It is for layers that share one scratch, or alternate between two. For each scratch, this order has to hold:
 
     its previous reader, the MoE of layer i -> expand layer j into it (side stream) -> MoE of layer j (reads it)
 
-With one scratch, call `prefetch(j)` when the MoE of layer j - 1 has been launched: expansion runs beside layer j's
-attention. With two, layers alternating between them, `prefetch(j)` may come before the MoE of layer j - 1, which reads
-the other: expansion then runs beside that as well.
+With one scratch, call `prefetch(j)` when the MoE of layer j - 1 has been launched. Scales are then expanded while layer
+j's attention runs. With two scratches, between which layers alternate, call `prefetch(j)` before the MoE of layer j -
+1, which reads the other scratch. Scales are then expanded while that MoE runs, too.
 
-`prefetch` makes the side stream wait for all that the current stream holds so far, so for that reader, and for nothing
-launched after; `forward` makes its stream wait for its own layer's expansion, and for no later one. Inside a graph
-capture the same waits fork the side stream off and join it again.
+`prefetch` makes the side stream wait for all work in the current stream so far, which includes that reader, but for
+nothing launched later. `forward` makes its stream wait for its own layer's expansion, but for no later one. Inside a
+graph capture, the same waits fork the side stream and join it again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_SCRATCHES = 2
 class ScalePrefetcher:
     """Expands scales of `layers` ahead of their calls.
 
-    Any stream, of any thread, may call. A prefetch that meets another's in the same scratch is not made, and a call
-    that finds another layer's scales, or none, decodes its own: outputs never depend on who was first. A graph's replay
-    is a use that the prefetcher cannot see: the caller orders replays, and lets nothing but calls of layers write to
-    the scratch between a prefetch and its `forward`.
+    It may be used from any stream and any thread. If the scratch holds another layer's prefetched scales, a prefetch is
+    not made. A call that finds another layer's scales, or none, decodes its own, so outputs never depend on who was
+    first. The prefetcher cannot see when a graph is replayed: the caller has to order replays, and only calls of layers
+    may write to the scratch between a prefetch and its `forward`.
     """
 
     def __init__(self, layers: Sequence[NVFP4Experts]) -> None:
-        """Raises `ValueError` if compressed layers have more than two scratches, or ones that overlap."""
+        """Raises `ValueError` if compressed layers have more than two scratches, or if scratches overlap."""
         self.layers = list(layers)
         staged = [layer for layer in self.layers if layer.scratch_size and layer.scratch is not None]
         memories = [layer.scratch for layer in staged if layer.scratch is not None]
@@ -46,18 +46,19 @@ class ScalePrefetcher:
         device = staged[0].gate_up.device if staged else torch.device("cpu")
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._side is not None:
-            for layer in staged:  # memory that is freed must not be used anew before the side stream is done with it
+            for layer in staged:  # freed memory must not be reused before the side stream is done with it
                 for tensor in _side_stream_tensors(layer):
                     tensor.record_stream(self._side)
 
     def prefetch(
         self, i_layer: int, num_tokens: int, strategy: str | None = None, activation_format: str | None = None
     ) -> bool:
-        """Start to expand layer `i_layer`'s scales for a call on `num_tokens` tokens with these arguments.
+        """Start expanding layer `i_layer`'s scales for a call on `num_tokens` tokens with these arguments.
 
         Returns:
-            Whether they are, or will be, in the scratch. Not if that call would not read them there, if another layer's
-            were prefetched into the scratch and not used yet, or, inside a graph capture, if another stream uses it.
+            Whether they are, or will be, in the scratch. They are not if that call would not read them there, if
+            another layer's scales were prefetched into the scratch and have not been used, or, inside a graph capture,
+            if another stream uses the scratch.
         """
         experts, scratch = self._layer(i_layer)
         if scratch is None or not uses_expanded_scales(experts, num_tokens, strategy, activation_format):
@@ -85,8 +86,8 @@ class ScalePrefetcher:
         return experts, self._scratch_of.get(id(experts))
 
     def forward(self, i_layer: int, hidden_states: torch.Tensor, *routing: torch.Tensor, **options) -> torch.Tensor:
-        """`moe_forward` of a layer, on its prefetched scales if there are any. Those of another layer in the same
-        scratch are lost."""
+        """`moe_forward` of a layer, on its prefetched scales if there are any. Another layer's prefetched scales in the
+        same scratch are lost."""
         experts, scratch = self._layer(i_layer)
         if scratch is None:
             return moe_forward(experts, hidden_states, *routing, **options)
@@ -95,15 +96,15 @@ class ScalePrefetcher:
             turns = scratch.turns(stream)
             expanded = turns is not None and turns.holder is experts
             out = moe_forward(experts, hidden_states, *routing, scales_expanded=expanded, **options)
-            if expanded and turns is not None and turns.holder is experts:  # the call read them compressed
+            if expanded and turns is not None and turns.holder is experts:  # the call has read them compressed
                 turns.begin(stream)
         return out
 
     def discard(self) -> None:
         """Give up prefetches that no call will use.
 
-        Inside a graph capture, those that it captured: this joins the side stream, as a capture must before it ends.
-        Outside, all of them, also what an interrupted capture left.
+        Inside a graph capture, these are the prefetches in that capture, and the side stream is joined, as it must be
+        before a capture ends. Outside, they are all prefetches, including those that an interrupted capture left.
         """
         for scratch in set(self._scratch_of.values()):
             with scratch.lock:

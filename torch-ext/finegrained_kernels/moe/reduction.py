@@ -1,4 +1,4 @@
-"""From routed rows back to one row a token: the weighted sum over its experts."""
+"""From routed rows back to one row for each token: the weighted sum over its experts."""
 
 from __future__ import annotations
 

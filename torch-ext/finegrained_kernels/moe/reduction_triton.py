@@ -1,4 +1,4 @@
-"""The weighted sum over a token's experts, on a GPU. Bytes moved: top_k + 1 values a column and token."""
+"""The weighted sum over a token's experts, on a GPU. Bytes moved: top_k + 1 values for each token and column."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_N = 1024
 def weighted_reduce_kernel(
     rows_ptr, index_ptr, weights_ptr, out_ptr, num_experts, N, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One token's BLOCK columns a program, choice 0 first. A choice of no expert is not read."""
+    """Each program sums BLOCK columns of one token, choice 0 first. Choices without an expert are not read."""
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -32,7 +32,7 @@ def weighted_reduce_kernel(
 def weighted_reduce_on_gpu(
     rows: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """[M, N]; arguments as `reduction.weighted_reduce` checked them."""
+    """[M, N]; the arguments are those of `reduction.weighted_reduce`, already checked."""
     num_tokens, top_k = top_k_index.shape
     num_cols = rows.shape[1]
     out = rows.new_empty(num_tokens, num_cols)

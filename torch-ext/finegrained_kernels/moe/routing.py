@@ -23,9 +23,9 @@ def compute_grouped_scheduling(
     token's -1) belongs to no expert and sorts last.
     Returns int32 (expert_start [E + 1], gather_idx [S], scatter_idx [S]): sorted row s of expert e, expert_start[e] <=
     s < expert_start[e + 1], is choice scatter_idx[s] % num_top_k of token gather_idx[s] = scatter_idx[s] // num_top_k.
-    On a GPU few rows take one launch, up to 262,144 three (routing_triton.py); more take torch's sort.
-    Raises TypeError for ids of another dtype and for numbers that are no int, ValueError for a number of ids that
-    num_top_k does not divide, no expert, and a device that is no CPU or GPU.
+    On a GPU, few rows take one launch, and up to 262,144 take three (routing_triton.py); more are sorted by torch.
+    Raises TypeError if ids have another dtype, or a number is not an int; ValueError if num_top_k does not divide the
+    number of ids, if there is no expert, and if the device is neither a CPU nor a GPU.
     """
     return planned(_compute_grouped_scheduling, (expert_ids, num_experts, num_top_k))
 

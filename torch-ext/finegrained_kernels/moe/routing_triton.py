@@ -1,13 +1,14 @@
-"""`compute_grouped_scheduling` on a GPU: a stable counting sort, without atomics and in no order between programs.
+"""`compute_grouped_scheduling` on a GPU: a stable counting sort, without atomics or any order between programs.
 
-Few rows take one launch. Slot i of expert k has the key `k * S + i`; slots of no expert take k = E. All keys differ, so
-a slot's place in the sorted order is the number of smaller keys, and an expert's first row is the number of keys below
-`e * S`. Each program counts them for its own slots or experts. Work grows with S * (S + E), so `MAX_ROWS` bounds S.
-Bytes moved: the ids once a program, from L2, and 4 * (2S + E) out.
+Few rows take one launch. Slot i with expert k has the key `k * S + i`; slots without an expert have k = E. All keys
+differ, so a slot's place in the sorted order is the number of smaller keys, and the first row of expert e is the number
+of keys below `e * S`. Each program counts these for its own slots or experts. Work grows with S * (S + E), so
+`MAX_ROWS` bounds S. Bytes moved: the ids once per program, from L2, and 4 * (2S + E) out.
 
-More rows take three: each program counts the experts of its own BLOCK slots; one sums these up to where each expert's
-rows begin, and within them each program's; then each program places its slots there, by how many of the expert's slots
-it has before. Bytes moved: the ids twice, 16 * (E + 2) a program, and 4 * (2S + E) out.
+More rows take three launches. First, each program counts the experts of its own BLOCK slots. Then, one program sums
+these counts to find where each expert's rows begin, and among them those of each program. Finally, each program places
+its slots there, by counting the slots of the same expert that it has before. Bytes moved: the ids twice, 16 * (E + 2)
+per program, and 4 * (2S + E) out.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ BLOCK = 512
 MAX_BLOCKS = 512
 MAX_BINS = 2048
 SUMMED = 16384
-"""Counts that are summed up at a time."""
+"""How many counts are summed at a time."""
 
 
 def takes_one_launch(num_rows: int, num_experts: int) -> bool:
-    """Whether the rows are few, and their keys int32."""
+    """Whether there are few enough rows for one launch, and their keys fit in int32."""
     return num_rows <= MAX_ROWS and (num_experts + 1) * num_rows < MAX_KEY
 
 
 def fits(num_rows: int, num_experts: int) -> bool:
-    """Whether the kernels take the call."""
+    """Whether the kernels can do the call."""
     takes_three = num_rows <= BLOCK * MAX_BLOCKS and num_experts + 2 <= MAX_BINS
     return num_rows > 0 and (takes_one_launch(num_rows, num_experts) or takes_three)
 
 
 @triton.jit
 def expert_of(ids_ptr, slot, num_slots, num_experts):
-    """The experts of slots, E for those of none and beyond `num_slots`. Ids are compared in their own width, before
-    they are narrowed."""
+    """The experts of slots; E for slots without an expert, and for those from `num_slots` on. Ids are compared in their
+    own width before they are narrowed."""
     ids = tl.load(ids_ptr + slot, mask=slot < num_slots, other=-1)
     return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
 
@@ -54,7 +55,7 @@ def schedule_kernel(
     ids_ptr, expert_start_ptr, gather_ptr, scatter_ptr, num_rows, num_experts, top_k,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """Rank BLOCK_I items: programs of the first rows take slots, those after them entries of `expert_start`."""
+    """Rank BLOCK_I items each: the first programs rank slots, and the others entries of `expert_start`."""
     slot_programs = tl.cdiv(num_rows, BLOCK_I)
     is_slots = tl.program_id(0) < slot_programs
     num_slots = tl.where(is_slots, num_rows, 0)
@@ -76,7 +77,8 @@ def schedule_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts"])
 def count_kernel(ids_ptr, counts_ptr, num_rows, num_experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """counts [programs, BINS] of BLOCK slots a program: of each expert, of none in bin E; the last bin is nothing's."""
+    """Each program counts BLOCK slots into counts [programs, BINS]: a bin for each expert, bin E for slots without one.
+    The last bin is for what is past the end."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.where(slot < num_rows, expert_of(ids_ptr, slot, num_rows, num_experts), BINS - 1)
     tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
@@ -86,7 +88,8 @@ def count_kernel(ids_ptr, counts_ptr, num_rows, num_experts, BINS: tl.constexpr,
 def sum_kernel(
     counts_ptr, firsts_ptr, expert_start_ptr, num_blocks, num_experts, BINS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """One program: `expert_start`, and in firsts [num_blocks, BINS] the place of each block's first slot of a bin."""
+    """One program writes `expert_start`, and into firsts [num_blocks, BINS] the place of each block's first slot of
+    each bin."""
     bins = tl.arange(0, BINS)
     total = tl.zeros((BINS,), tl.int32)
     for first in range(0, num_blocks, ROWS):
@@ -108,7 +111,8 @@ def place_kernel(
     ids_ptr, firsts_ptr, gather_ptr, scatter_ptr, num_rows, num_experts, top_k,
     BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK slots a program, each to the place of the first one of its expert, and as many further as it has before."""
+    """Each program places BLOCK slots: at the place of the block's first slot of their expert, plus the number of such
+    slots before them."""
     begin = tl.program_id(0) * BLOCK
     slot = begin + tl.arange(0, BLOCK)
     expert = expert_of(ids_ptr, slot, num_rows, num_experts)
@@ -122,7 +126,7 @@ def place_kernel(
 
 
 def schedule_on_gpu(ids: torch.Tensor, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(expert_start [E + 1], gather_idx [S], scatter_idx [S]) of ids [S] that `fits` accepts."""
+    """(expert_start [E + 1], gather_idx [S], scatter_idx [S]) for ids [S] that `fits` accepts."""
     num_rows, ids = ids.numel(), ids.contiguous()
     expert_start, gather_idx, scatter_idx = (
         torch.empty(size, dtype=torch.int32, device=ids.device) for size in (num_experts + 1, num_rows, num_rows)

@@ -1,10 +1,10 @@
-"""The scratch that layers share: what lies where in it, and how threads and streams take turns with it.
+"""The scratch that layers share: what is where in it, and how threads and streams take turns using it.
 
-From decoding to the last GEMM that reads what was decoded, a call has the scratch for itself. While it launches, a lock
-keeps other threads out. On a GPU the next use may come from another stream, which then waits for an event of the last
-one's; uses by one stream leave none and wait for none.
+A call has the scratch to itself from decoding to the last GEMM that reads what was decoded. While it launches, a lock
+keeps other threads out. On a GPU the next use may come from another stream, which then waits for an event of the
+previous stream; consecutive uses by the same stream need no event.
 
-No event from outside can be waited for inside a graph capture, and a replay is a use that nothing here sees. So the
+Inside a graph capture no event from outside can be waited for, and nothing here sees when a graph is replayed. So the
 uses in a capture are ordered among themselves, and the caller orders replays.
 """
 
@@ -24,8 +24,8 @@ from .experts import NVFP4Experts, Scales
 
 
 class Turns:
-    """Uses of a scratch one after the other: those outside of captures, or those of one capture. Streams are the
-    handles that `current_stream` gives."""
+    """Orders the uses of a scratch: those outside of captures, or those in one capture. Streams are handles, as
+    returned by `current_stream`."""
 
     def __init__(self, device: torch.device, *, captured: bool = False) -> None:
         self._device, self._captured = device, captured
@@ -35,28 +35,30 @@ class Turns:
 
     @property
     def holder(self) -> NVFP4Experts | None:
-        """Whose scales, all of them, the scratch holds ahead of a call."""
+        """The experts whose scales, all of them, have been decoded into the scratch ahead of a call."""
         return None if self._holder is None else self._holder()
 
     def hold(self, experts: NVFP4Experts) -> None:
-        """What the stream that uses it was given so far decodes the scales of `experts`."""
+        """Say that the stream that uses the scratch has been given the work of decoding the scales of `experts`."""
         self._holder = weakref.ref(experts)
         if self._stream is not None:
             self._prefetched = torch.cuda.Event()
             self._prefetched.record(stream_of(self._stream, self._device))
 
     def is_in_a_capture(self, stream: int) -> bool:
-        """Whether the last use was by another stream that is part of a capture by now: no event tells of it then."""
+        """Whether the last use was by another stream that is now part of a capture, so that no event can be recorded on
+        it."""
         last = self._stream
         return last is not None and last != stream and is_capturing(last, self._device)
 
     def begin(self, stream: int | None) -> None:
-        """A use by `stream` begins, behind the last one; the scratch holds nobody's scales any longer."""
+        """Begin a use by `stream` after the last one. The scratch no longer holds anybody's scales."""
         last, end = self._stream, self._prefetched
         self._holder, self._stream, self._prefetched = None, stream, None
         if stream is None or last is None or last == stream:
             return
-        if self._captured:  # on one stream, but for prefetches; one that is in no capture was left by an earlier one
+        # A capture uses one stream, except for prefetches. One that is not being captured is left from an earlier one.
+        if self._captured:
             end = end if is_capturing(last, self._device) else None
         elif end is None:
             end = torch.cuda.Event()
@@ -66,10 +68,10 @@ class Turns:
 
 
 class Scratch:
-    """One block of memory that scales are decoded into, known by its address to whoever was given a tensor of it.
+    """One block of memory into which scales are decoded. It is found by its address, from any tensor in it.
 
     Attributes:
-        lock: to be held during a use, and while `turns` are looked at.
+        lock: has to be held during a use, and while `turns` is called.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,8 +81,9 @@ class Scratch:
         self._capturing: int | None = None
 
     def turns(self, stream: int | None) -> Turns | None:
-        """Which a use by the current stream belongs to; None where nothing can order it behind the last one: another
-        stream uses the scratch in a capture that is under way, the same or another one; or has gone on to one."""
+        """The turns to which a use by the current stream belongs. None if nothing can order it after the last use,
+        because another stream uses the scratch in a capture that is under way, or has used it and is now in a
+        capture."""
         if stream is None:
             return self._eager
         with on_device(self.device):
@@ -93,18 +96,18 @@ class Scratch:
         return self._captured
 
     def forget_captures(self) -> None:
-        """What a capture left that was interrupted is nothing to the next."""
+        """Forget what an interrupted capture left, so that it does not affect the next one."""
         if self._capturing is not None and not is_capturing(self._capturing, self.device):
             self._capturing = None
 
 
 def current_stream(device: torch.device) -> int | None:
-    """The handle of the current one; None where there are none to order."""
+    """The handle of the current stream; None on devices without streams to order."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
 
 
 def stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
-    # torch takes the handle 0 for none, and gives any stream.
+    # For torch the handle 0 means that there is none, and it returns an arbitrary stream.
     return torch.cuda.ExternalStream(handle, device=device) if handle else torch.cuda.default_stream(device)
 
 
@@ -119,21 +122,22 @@ _scratches_lock = threading.Lock()
 
 
 def scratch_of(memory: torch.Tensor) -> Scratch:
-    """The one `Scratch` of the storage that `memory` lies in, for as long as that lives."""
+    """The only `Scratch` for the storage of `memory`, as long as that storage exists."""
     storage = memory.untyped_storage()
     key = memory.device, storage.data_ptr()
     with _scratches_lock:
         for other in [other for other, (alive, _) in _scratches.items() if other != key and alive.expired()]:
             del _scratches[other]
         known = _scratches.get(key)
-        if known is None or known[0].expired():  # what used the address before may still be running
+        if known is None or known[0].expired():  # whatever used this address before may still be running
             known = StorageWeakRef(storage), Scratch(memory.device) if known is None else known[1]
             _scratches[key] = known
     return known[1]
 
 
-class turn:  # noqa: N801  (a context manager, which as a generator would cost the CPU more than all it does)
-    """Use the experts' scratch: its memory, for the caller alone; None if they have none, or it cannot be had now."""
+class turn:  # noqa: N801  (a context manager; a generator would take more time than all that it does)
+    """Use the experts' scratch. Gives its memory, for the caller alone; None if they have no scratch, or it cannot be
+    used now."""
 
     __slots__ = ("experts", "scratch")
 
@@ -168,7 +172,7 @@ def decode_scales(
     expert_start: torch.Tensor | None = None,
     max_active: int | None = None,
 ) -> list[Scales]:
-    """Both stacks of scales, dense: such as are so already, and compressed ones decoded into `memory`, or a new one."""
+    """Both stacks of scales, dense. Compressed ones are decoded into `memory`, or into new memory if it is None."""
     dense: list[Scales] = []
     for scales, part in _parts(experts, memory):
         if isinstance(scales, NVFP4CSFScales):
@@ -181,7 +185,7 @@ def decode_scales(
 
 
 def decoded_scales(experts: NVFP4Experts, memory: torch.Tensor) -> list[Scales]:
-    """The same, of what `decode_scales` has put into `memory`."""
+    """The same, if `decode_scales` has already decoded them into `memory`."""
     return [
         scales if part is None else part.view(torch.float8_e4m3fn).view(scales.shape)
         for scales, part in _parts(experts, memory)
@@ -189,7 +193,7 @@ def decoded_scales(experts: NVFP4Experts, memory: torch.Tensor) -> list[Scales]:
 
 
 def _parts(experts: NVFP4Experts, memory: torch.Tensor | None) -> Iterator[tuple[Scales, torch.Tensor | None]]:
-    """Both stacks of scales, and the bytes of `memory` for those that are compressed."""
+    """Both stacks of scales, each with its part of `memory` if it is compressed."""
     offset = 0
     for scales in (experts.gate_up_scales, experts.down_scales):
         size = csf_workspace_size(scales) if isinstance(scales, NVFP4CSFScales) else 0

@@ -1,1 +1,1 @@
-"""The NVFP4 format: its reference, its quantizers, and the rounding they and the GEMMs share."""
+"""The NVFP4 format: its reference, its quantizers, and the rounding that they share with the GEMMs."""

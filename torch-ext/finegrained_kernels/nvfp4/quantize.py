@@ -12,7 +12,7 @@ THE LAW. Everything in IEEE float32, each operation rounded to nearest even, no 
 2^-117 keeps float(byte) * global a normal number. An all-zero group gets byte 0x01 and codes 0. This is ModelOpt's
 recipe in its order of operations; the bounds on `global` and `byte` are what it leaves undefined.
 
-Weights may have another byte near the law's: `least_squares_bytes`. Codes are the law's under whatever byte there is.
+Weights may have another byte, near that of the law (`least_squares_bytes`). Codes follow the law for any byte.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from .reference import E2M1_MAX, E4M3_MAX, GROUP
 GLOBAL_MIN = 2.0**-117
 E4M3_MIN = 2.0**-9
 MAX_BYTE = 0x7E
-"""Of the E4M3 bytes, the largest that is a number: 448."""
+"""The E4M3 byte of the largest number: 448."""
 
 NEIGHBOURS = (0, 1, -1, 2, 3, 4, 5)
-"""Steps from the law's byte at which `least_squares_bytes` looks. Four or five up, values that were 6 become 4."""
+"""Steps from the law's byte that `least_squares_bytes` tries. Four or five steps up, values that were 6 become 4."""
 
 _SEARCHED_AT_ONCE = 1 << 16
-"""Values, on a CPU: what its caches hold of the search's temporaries."""
+"""How many values are searched at a time on a CPU, so that the temporaries stay in its caches."""
 
 CHUNK_ELEMENTS = 1 << 25
-"""Elements quantized at a time: bounds the float32 temporaries of a whole expert stack to a few hundred MB."""
+"""How many elements are quantized at a time. It limits the float32 temporaries for a whole stack of experts to a few
+hundred MB."""
 
 
 def global_from_amax(amax: torch.Tensor) -> torch.Tensor:
@@ -63,7 +64,8 @@ def round_to_e2m1(q: torch.Tensor) -> torch.Tensor:
 def quantize_groups(
     values: torch.Tensor, global_scale: torch.Tensor, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The law, for `values` [.., K] under `global_scale` (float32, broadcastable to [.., 1]); or under given `scales`.
+    """Apply the law to `values` [.., K] with `global_scale` (float32, broadcastable to [.., 1]), or with given
+    `scales`.
 
     Returns packed uint8 [.., K/2] and scales float8_e4m3fn [.., K/16]. NaN gives scale byte 0x7F, never a number.
     """
@@ -78,11 +80,11 @@ def quantize_groups(
 
 
 def least_squares_bytes(values: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """Of the law's scale byte and its neighbours, those of least squared error: float8_e4m3fn [.., K/16].
+    """The scale bytes of least squared error among the law's and its neighbours: float8_e4m3fn [.., K/16].
 
-    A larger scale clips nothing and rounds small values worse; a smaller one clips the largest. Of equal errors the
-    first in the order of `NEIGHBOURS` counts, the law's own byte before all. Float32, squares added in pairs, pairs in
-    pairs and so on: every device adds in this order, so all choose the same bytes.
+    A larger scale clips nothing and rounds small values worse; a smaller one clips the largest. If errors are equal,
+    the first in the order of `NEIGHBOURS` wins, which begins with the law's own byte. Squares are added in float32, in
+    pairs, then pairs of pairs and so on. Every device adds in this order, so all choose the same bytes.
     """
     rows = values.shape[-2] if values.is_cuda else max(1, _SEARCHED_AT_ONCE // values.shape[-1])
     return torch.cat([_search(part, global_scale) for part in values.split(rows, dim=-2)], dim=-2)
@@ -91,14 +93,14 @@ def least_squares_bytes(values: torch.Tensor, global_scale: torch.Tensor) -> tor
 def _search(values: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     magnitudes = values.float().unflatten(-1, (-1, GROUP)).abs()
     ratio = magnitudes.amax(-1) / (E2M1_MAX * global_scale)
-    groups = magnitudes / global_scale.unsqueeze(-1)  # at most 2688, so that squares neither overflow nor vanish
+    groups = magnitudes / global_scale.unsqueeze(-1)  # at most 2688, so squares neither overflow nor vanish
     law = ratio.clamp(E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
     chosen, least = law, torch.full_like(ratio, math.inf)
     for offset in NEIGHBOURS:
         byte = (law + offset).clamp(1, MAX_BYTE)
         step = byte.to(torch.uint8).view(torch.float8_e4m3fn).float().unsqueeze(-1)
         q = groups / step
-        # the value of the nearest code, ties to even: codes lie 0.5 apart below 2, 1 below 4, and 2 above
+        # the value of the nearest code, ties to even: codes are 0.5 apart below 2, 1 below 4, and 2 above
         value = torch.where(q < 2, (q * 2).round_() * 0.5, torch.where(q < 4, q.round(), (q * 0.5).round_() * 2))
         error = value.clamp_(max=E2M1_MAX).mul_(step).sub_(groups).square_()
         while error.shape[-1] > 1:
@@ -112,13 +114,13 @@ def _search(values: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
 def nvfp4_quantize_two_level(
     weight: torch.Tensor, *, global_scale: torch.Tensor | float | None = None, scales: str = "amax"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize weights offline: one global a [N, K] tensor, one E4M3 scale for 16 k.
+    """Quantize weights offline: one global for each [N, K] tensor, and one E4M3 scale for every 16 k.
 
     weight: bf16, fp16 or fp32 [.., N, K], K % 16 == 0, finite. global_scale: the multiplier to use (scalar or [..]);
-    None takes it from each tensor's largest magnitude. scales: how a group's scale is found: "amax", so that its
-    largest value is the largest code, or "mse", whichever of that one's neighbours has the least squared error.
-    Returns packed uint8 [.., N, K/2], scales float8_e4m3fn [.., N, K/16], global float32 [..].
-    Raises ValueError or TypeError naming the argument. Reads its result back (a host sync): not for a hot path.
+    None computes it from each tensor's largest magnitude. scales: how a group's scale is found: "amax", so that the
+    largest value becomes the largest code, or "mse", the one with the least squared error among that scale and its
+    neighbours. Returns packed uint8 [.., N, K/2], scales float8_e4m3fn [.., N, K/16], global float32 [..]. Raises
+    ValueError or TypeError naming the argument. Reads its result back (a host sync): not for a hot path.
     """
     _check_values("weight", weight, min_ndim=2)
     if scales not in ("amax", "mse"):
@@ -154,11 +156,10 @@ def nvfp4_act_quant(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize activations; the same bytes on every device, no host sync.
 
-    x: bf16, fp16 or fp32 [.., K], K % 16 == 0. a_global_scale: the calibrated multiplier, a scalar or one a row
-    [.., 1]; None takes it from each row's largest magnitude, so that no row can change another.
-    Returns packed uint8 [.., K/2], scales float8_e4m3fn [.., K/16], and the float32 global used: [.., 1] or scalar.
-    A row with NaN or inf keeps them: its scale bytes or its global are NaN.
-    Raises ValueError or TypeError naming the argument.
+    x: bf16, fp16 or fp32 [.., K], K % 16 == 0. a_global_scale: the calibrated multiplier, a scalar or one for each row
+    [.., 1]. None computes it from each row's largest magnitude, so that no row can affect another. Returns packed uint8
+    [.., K/2], scales float8_e4m3fn [.., K/16], and the float32 global used: [.., 1] or scalar. A row with NaN or inf
+    keeps them: its scale bytes or its global are NaN. Raises ValueError or TypeError naming the argument.
     """
     _check_values("x", x, min_ndim=1)
     if a_global_scale is not None:
@@ -178,7 +179,7 @@ def nvfp4_act_quant(
 def _act_quant_on_device(
     x: torch.Tensor, a_global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(packed, scales, row globals [.., 1]); the last is empty when a global was given."""
+    """(packed, scales, row globals [.., 1]); the last is empty if a global is given."""
     if x.device.type != "cpu":
         from .quantize_triton import quantize_rows  # Triton may be absent where only the CPU is used
 
@@ -207,10 +208,11 @@ def _nvfp4_act_quant_fake(x, a_global_scale):
 
 
 def as_global(name: str, scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """A second-level scale as a float32 tensor on `device`; refuses other dtypes (a default dtype may have cast it)."""
+    """A second-level scale as a float32 tensor on `device`. Tensors of other dtypes are refused, because a default
+    dtype may have rounded them."""
     if not isinstance(scale, torch.Tensor):
         number = as_float32(name, scale)
-        return torch.full((), number, dtype=torch.float32, device=device)  # a fill: it may be captured in a graph
+        return torch.full((), number, dtype=torch.float32, device=device)  # a fill, which may be captured in a graph
     if scale.dtype != torch.float32:
         raise TypeError(f"{name}: expected float32, got {scale.dtype}")
     if scale.device != device:

@@ -1,7 +1,7 @@
-"""Quantizing activation rows on a GPU, and the exact bf16 operands that W4A4 multiplies on pre-Blackwell tensor cores.
+"""Quantizes activation rows on a GPU, and makes the exact bf16 operands of W4A4 for tensor cores before Blackwell.
 
-A code times its scale has 6 significant bits, so bf16 holds it exactly; the global stays out and multiplies the sums.
-Bytes moved: 2 a value read, and 9/16 (packed) or 2 (operands) a value written.
+A code times its scale has 6 significant bits, so bf16 holds it exactly; the global is left out and multiplies the sums.
+Bytes moved per value: 2 read, and 9/16 (packed) or 2 (operands) written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .rounding import e2m1_from_value, e2m1_to_float, e4m3_to_float, global_from
 
 @triton.jit
 def load_blocks(ptrs, mask, start, K: tl.constexpr, BLOCK_K: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT blocks of BLOCK_K values from `start` on, a tuple, 0 outside: all are asked for before one is used."""
+    """A tuple of COUNT blocks of BLOCK_K values from `start` on, 0 outside. All loads are started before any value is
+    used."""
     blocks = ()
     for i in tl.static_range(COUNT):
         k = start + i * BLOCK_K
@@ -28,7 +29,7 @@ def load_blocks(ptrs, mask, start, K: tl.constexpr, BLOCK_K: tl.constexpr, COUNT
 
 @triton.jit
 def within(mask, k, K: tl.constexpr, WIDTH: tl.constexpr):
-    """`mask` [rows, 1], and where the row's WIDTH columns from `k` on go past its end, only those before it."""
+    """`mask` [rows, 1]; if WIDTH columns from `k` on reach past a row's end, also a mask of the columns before it."""
     if K % WIDTH != 0:
         mask = mask & (k + tl.arange(0, WIDTH) < K)[None, :]
     return mask
@@ -40,8 +41,9 @@ def quantize_rows_kernel(
     num_rows, num_sources, global_stride,
     K: tl.constexpr, IS_DYNAMIC: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R rows a program: their globals (given, or each from its row's amax), scales and codes; stores packed or
-    operand form. COUNT blocks are held in registers; rows longer than that are read twice for their own amax.
+    """Quantize BLOCK_R rows per program: compute globals (given, or from each row's amax), scales and codes, and store
+    them packed or as operands. COUNT blocks are held in registers; longer rows are read a second time after their amax
+    is known.
     """
     STEP: tl.constexpr = COUNT * BLOCK_K
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -57,13 +59,13 @@ def quantize_rows_kernel(
         IS_WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
         BITS: tl.constexpr = tl.int32 if IS_WIDE else tl.int16
         MAGNITUDE: tl.constexpr = 0x7FFFFFFF if IS_WIDE else 0x7FFF
-        largest = tl.zeros([BLOCK_R, BLOCK_K], BITS)  # of magnitudes' bits: NaN is the largest
+        largest = tl.zeros([BLOCK_R, BLOCK_K], BITS)  # compares bits of magnitudes, of which NaN has the largest
         for start in range(0, K, STEP):
             if start > 0:
                 blocks = load_blocks(x_ptrs, in_input, start, K, BLOCK_K=BLOCK_K, COUNT=COUNT)
             for i in tl.static_range(COUNT):
                 largest = tl.maximum(largest, blocks[i].to(BITS, bitcast=True) & MAGNITUDE)
-        largest = tl.max(largest.reshape(BLOCK_R, BLOCK_K // 16, 16), axis=2)  # as groups are, so that nothing moves
+        largest = tl.max(largest.reshape(BLOCK_R, BLOCK_K // 16, 16), axis=2)  # as groups are, so no data moves
         amax = tl.max(largest, axis=1).to(BITS).to(DTYPE, bitcast=True).to(tl.float32)
         global_scale = global_from_row_amax(amax)
         tl.store(global_ptr + rows, global_scale, mask=in_output)
@@ -84,7 +86,7 @@ def quantize_rows_kernel(
 def quantize_block(
     x, global_scale, packed_ptr, scales_ptr, operand_ptr, rows, mask, k, K: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Columns [k, k + BLOCK_K) of `rows` int64 [BLOCK_R, 1], whose values are `x`: quantized and stored."""
+    """Quantize and store columns [k, k + BLOCK_K) of `rows` int64 [BLOCK_R, 1], whose values are `x`."""
     BLOCK_R: tl.constexpr = x.shape[0]
     groups = x.to(tl.float32).reshape(BLOCK_R, BLOCK_K // 16, 16)
     amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
@@ -111,7 +113,7 @@ def quantize_block(
 def expand_rows_kernel(
     packed_ptr, scales_ptr, operand_ptr, num_rows, K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """A tile of packed rows to its bf16 operands."""
+    """Turn a tile of packed rows into bf16 operands."""
     rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
     in_output = rows < num_rows
     k = tl.program_id(1) * BLOCK_K
@@ -130,8 +132,8 @@ def expand_rows_kernel(
 def quantize_rows(
     x: torch.Tensor, global_scale: torch.Tensor | None, row_index: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(packed [.., K/2], scales [.., K/16], row globals [.., 1]) of `x` [.., K], or of the rows of [M, K] that
-    `row_index` names; the globals are empty when one was given."""
+    """(packed [.., K/2], scales [.., K/16], row globals [.., 1]) of `x` [.., K], or of the rows of [M, K] in
+    `row_index`. The globals are empty if one is given."""
     lead, depth = x.shape[:-1] if row_index is None else row_index.shape, x.shape[-1]
     packed = x.new_empty(*lead, depth // 2, dtype=torch.uint8)
     scales = x.new_empty(*lead, depth // GROUP, dtype=torch.float8_e4m3fn)
@@ -170,7 +172,8 @@ def expanded_operands(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
 
 
 def row_tile(depth: int) -> dict[str, int]:
-    """Rows and k of a block: 8 values a thread of 4 warps, and at most an eighth of its k beyond the rows' end."""
+    """Rows and k of a block: 8 values for each thread of 4 warps, and at most an eighth of its k past the end of the
+    rows."""
     block_k = next(width for width in (1024 >> i for i in range(7)) if cdiv(depth, width) * width * 8 <= depth * 9)
     return {"BLOCK_R": 1024 // block_k, "BLOCK_K": block_k}
 

@@ -1,7 +1,7 @@
 """What NVFP4 bytes mean: slow, exact and independent of every kernel.
 
-Written from docs/format.md ("NVFP4 in one paragraph"). Tables are built from the formulas, never by casting, so that
-this file can judge the code that casts.
+It follows docs/format.md ("NVFP4 in one paragraph"). Tables are computed from formulas, never by casting, so that this
+file can judge code that casts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def e4m3_values(device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """Codes (uint8 0..15) [.., K] of packed bytes [.., K/2]: the low nibble is the even k.
+    """Codes (uint8, 0..15) [.., K] of packed bytes [.., K/2]; the low nibble has the even k.
 
     >>> e2m1_values()[unpack_e2m1(torch.tensor([0x72, 0xA1], dtype=torch.uint8)).long()].tolist()
     [1.0, 6.0, 0.5, -1.0]
@@ -47,7 +47,8 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 def dequantize_nvfp4(
     packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """float64 values [.., N, K] of packed [.., N, K/2] bytes, scale bytes [.., N, K/16] and multiplier globals [..].
+    """float64 values [.., N, K] of packed bytes [.., N, K/2], scale bytes [.., N, K/16] and globals [..], which are
+    multipliers.
 
     Exact for code * scale; the product with the fp32 global is exact in float64 too (6 + 24 bits).
     """

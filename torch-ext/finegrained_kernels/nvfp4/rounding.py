@@ -1,7 +1,7 @@
-"""The law of quantize.py as elementwise Triton: the same results to the bit, for every float32.
+"""The law of quantize.py in elementwise Triton: the same bits for every float32.
 
-Written once for both dialects: mma.py compiles the same source as Gluon functions. Rounding is float32 addition,
-so that no device's conversion instruction decides a tie, a saturation or a NaN.
+The functions serve both dialects: mma.py compiles the same source as Gluon functions. They round by float32 addition,
+so that no device's conversion instruction decides about ties, saturation or NaN.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def nearest_even(value, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """(float32 `value` >= 0 rounded to MANTISSA bits, and its code as a number of that format, int32); NaN stays NaN.
+    """(float32 `value` >= 0 rounded to MANTISSA bits, its code in that format as int32); NaN stays NaN.
 
-    Added to a power of two whose ulp is the format's step at `value`, it is rounded, and leaves how many steps it has
-    in the low bits of the sum.
+    `value` is added to a power of two whose ulp is the format's step at `value`. That rounds it, and the low bits of
+    the sum are its number of steps.
     """
     DROPPED: tl.constexpr = 23 - MANTISSA
     exponent = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, (127 + MIN_EXPONENT) << 23)
@@ -30,7 +30,7 @@ def nearest_even(value, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 def scale_from_amax(amax, global_scale):
     """(scale, its E4M3 byte as int32) of 16-groups whose largest magnitude is `amax`."""
     ratio = tl.div_rn(amax, global_scale * 6.0)
-    ratio = tl.where(ratio < 0.001953125, 0.001953125, ratio)  # comparisons, not min and max: NaN must stay
+    ratio = tl.where(ratio < 0.001953125, 0.001953125, ratio)  # comparisons instead of min and max, so that NaN stays
     ratio = tl.where(ratio > 448.0, 448.0, ratio)
     scale, byte = nearest_even(ratio, -6, 3)
     return scale, tl.where(ratio != ratio, 0x7F, byte)
@@ -47,18 +47,19 @@ def e4m3_to_float(byte):
 @triton.jit
 def e2m1_to_float(code):
     """float32 of the code in the low 4 bits of int32."""
-    bits = ((code & 8) << 28) | ((code & 7) << 22)  # the value times 2^-126, also where that is subnormal
+    bits = ((code & 8) << 28) | ((code & 7) << 22)  # the value times 2^-126, also if that is subnormal
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def e2m1_from_value(value, sign, step):
     """(E2M1 number as float32, its code as int32) nearest to float32 `value` in units of its group's `step`; saturates.
-    `sign`: bit 31 of int32 is the value's, be it a NaN's too, of which conversions to float32 may lose it.
+    Bit 31 of `sign` (int32) is the sign of the value, even of a NaN, whose sign conversions to float32 may lose.
 
-    `step` is NaN where a group has one. A correctly rounded reciprocal a group, and from it by two fused operations a
-    value's correctly rounded quotient, if nothing on the way is subnormal or overflows: hence `power`. An infinite, NaN
-    or negative step makes every code 0; one of 0 every code 7 but that of 0.
+    `step` is NaN for a group that contains one. The correctly rounded reciprocal of a group's step and two fused
+    operations give a value's correctly rounded quotient, provided that nothing on the way is subnormal or overflows,
+    which `power` prevents. If the step is infinite, NaN or negative, every code is 0; if it is 0, every code is 7,
+    except that of 0.
     """
     power = tl.where(step < 5.421010862427522e-20, 7.922816251426434e28, 1.0)  # below 2^-64: 2^96
     power = tl.where(step > 1.8446744073709552e19, 1.262177448353619e-29, power)  # above 2^64: 2^-96
