@@ -151,7 +151,7 @@ def strip_bytes(config: Config, depth: int) -> int:
 
 
 def whole_units(num_bytes: int, warpgroup: bool) -> int:
-    """`num_bytes` rounded up to the units in which a kernel declares shared memory. Triton's own memory follows, in which
+    """`num_bytes` rounded up to the units in which kernels declare shared memory. Triton's own memory follows, in which
     warpgroup operands are aligned to 1 KB."""
     unit = 1024 if warpgroup else 256
     return -(-num_bytes // unit) * unit
