@@ -20,12 +20,12 @@ scales = csf.prepare_nvfp4_csf_scales(*wire, num_rows=640, num_cols=160)
 start = torch.arange(33, dtype=torch.int32)
 calls = {
     "nothing": lambda: time.sleep(0.001),
-    "torch": lambda: planes + 1,
     "compress": lambda: csf.compress_nvfp4_csf_scales(planes[:4]),
     "prepare": lambda: csf.prepare_nvfp4_csf_scales(*wire, num_rows=640, num_cols=160),
     "decompress": lambda: csf.decompress_nvfp4_csf_scales(scales),
     "swizzled": lambda: csf.decompress_nvfp4_csf_scales(scales, swizzled=True),
     "routed": lambda: csf.decompress_nvfp4_csf_scales(scales, expert_start=start),
+    "torch": lambda: planes + 1,
 }
 
 def ticks():
@@ -38,7 +38,8 @@ found = {}
 for name, call in calls.items():
     time.sleep(0.1)
     before, end = ticks(), time.monotonic() + 0.15
-    while time.monotonic() < end:
+    patience = end + 30 * (name == "torch")  # a busy machine may give the other threads no time for so long
+    while time.monotonic() < end or ticks() == before and time.monotonic() < patience:
         call()
     found[name] = ticks() - before
 
@@ -70,5 +71,5 @@ def test_other_threads_do_nothing_and_keep_their_setting(bundle_dir, run_python)
     found = json.loads(run_python(PROGRAM, LOCAL_KERNELS=kernels, OMP_NUM_THREADS="2").stdout)
     assert found.pop("births") == [2]
     assert found.pop("after an error") == 2
-    assert found.pop("torch") > 5  # torch's own operators do use them: the count sees it
+    assert found.pop("torch") > 0  # torch's own operators do use them: the count sees it
     assert found == dict.fromkeys(found, 0)
