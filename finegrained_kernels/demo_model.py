@@ -1,4 +1,5 @@
-"""The second half of the demo: a real language model from bfloat16 to compressed NVFP4, and what it says then."""
+"""The second half of the demo: takes a real language model from bfloat16 to compressed NVFP4, and generates text with
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ STRATEGIES = ("dense", "fused")
 
 
 def installed_model() -> Path | None:
-    """The GGUF file of `MODEL_PACKAGE`, which is not imported; None if it, or what reads it, is not installed."""
+    """The GGUF file of `MODEL_PACKAGE`, found without importing it. None if that or the packages that read it are not
+    installed."""
     try:
         found = [Path(file.locate()) for file in files(MODEL_PACKAGE) or [] if file.name.endswith(".gguf")]
         for reader in ("transformers", "gguf", "accelerate"):
@@ -35,8 +37,8 @@ def installed_model() -> Path | None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' progress bars, and its remarks on configs that are merged. Inside a `status`, which prints
-    above itself what goes to stderr."""
+    """Suppress transformers' progress bars and its remarks about merged configs. For use inside a `status`, which
+    prints everything that is written to stderr above itself."""
     import transformers
 
     level = transformers.logging.get_verbosity()
@@ -51,7 +53,7 @@ def quietly() -> Iterator[None]:
 
 
 def write_bf16(gguf: Path, directory: Path) -> None:
-    """The model of a GGUF file in bfloat16, as `save_pretrained` writes it, with its tokenizer."""
+    """Write the model of a GGUF file in bfloat16, with its tokenizer, as `save_pretrained` does."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -64,7 +66,7 @@ def write_bf16(gguf: Path, directory: Path) -> None:
 
 
 def say(directory: Path, strategy: str, device: str) -> str:
-    """What the model in ``directory`` makes of `PROMPT`, taking the likeliest token each time."""
+    """How the model in ``directory`` continues `PROMPT`, with the most likely token at each step."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from finegrained_kernels.integrations.transformers import NVFP4CSFConfig
@@ -95,7 +97,8 @@ def run(console: Console, gguf: Path, device: str) -> list[str]:
             f"the model: {size_text(sizes[0])} in bf16, {size_text(sizes[1])} in NVFP4, "
             f"{size_text(sizes[2])} with compressed scales ({1 - sizes[2] / sizes[1]:.1%} less)"
         )
-        # On some GPUs the two add up in different orders. So texts are left to the reader: `verify` compared the bytes.
+        # On some GPUs the two strategies add in different orders, so texts may differ, and the reader compares them.
+        # `verify` has compared the bytes.
         for strategy in STRATEGIES:
             with console.status(f"generate, {strategy} scales"), quietly():
                 text = say(csf, strategy, device)

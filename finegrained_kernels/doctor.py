@@ -1,4 +1,4 @@
-"""``finegrained-kernels doctor``: what would run here, and what to do about whatever would not."""
+"""``finegrained-kernels doctor``: says what would run on this machine, and what to do about what would not."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from finegrained_kernels import loader
 
 HUB_SECONDS = 5.0
 PAIRS = {"5.17": "0.16", "5.20": "0.17", "5.21": "0.17", "5.22": "0.17"}
-"""Which kernels each transformers works with: it ignores any other, and fetches none from the hub itself. Later ones
-may ask for a version of kernels that is not released yet: then nothing is wrong here."""
+"""The version of kernels that each version of transformers works with. With any other version, transformers does not
+fetch kernels from the hub itself. Later versions may require one that is not released yet; then nothing is wrong
+here."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `advice` says what to do where `state` is not "ok"."""
+    """The result of one check. `advice` says what to do if `state` is not "ok"."""
 
     name: str
     state: Literal["ok", "note", "fault"]
@@ -40,7 +41,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Everything that is looked at; each thing may need those before it."""
+    """Do all checks, one after the other; a check may depend on earlier ones."""
     yield Finding("finegrained-kernels", "ok", f"{finegrained_kernels.__version__}, Python {platform.python_version()}")
     yield _torch()
     yield _gpu()
@@ -71,7 +72,7 @@ def _torch() -> Finding:
 
 
 def kernels_for(capability: tuple[int, int]) -> tuple[str, str]:
-    """Which GEMM kernels run on an NVIDIA GPU, and how far that is known."""
+    """Which GEMM kernels run on an NVIDIA GPU, and how well that is tested."""
     if capability < (8, 9):
         return "portable Triton kernels", "compiled for it, never run on one"
     if capability[0] in (10, 12):
@@ -126,7 +127,7 @@ def _transformers() -> Finding:
 
 
 def _asked_for() -> str:
-    """Which kernels the installed transformers declares."""
+    """Which version of kernels the installed transformers requires."""
     declared = (text.partition(";")[0].strip() for text in requires("transformers") or ())
     return next((text for text in declared if re.match(r"kernels\b(?!-)", text)), "another version of kernels")
 
@@ -136,16 +137,16 @@ def _hub() -> Finding:
     if constants.HF_HUB_OFFLINE:
         return Finding("hub", "note", "HF_HUB_OFFLINE is set", "the cache, or the copy in this package, is used")
     try:
-        # Any answer will do, even that there is no such page.
+        # Any answer will do, even that the page does not exist.
         huggingface_hub.get_session().head(endpoint, timeout=HUB_SECONDS)
-    except Exception as error:  # of whichever HTTP library huggingface_hub uses
+    except Exception as error:  # from whichever HTTP library huggingface_hub uses
         advice = "without it, the copy in this package is used; hub ids do not work"
         return Finding("hub", "note", f"{endpoint} is out of reach ({type(error).__name__})", advice)
     return Finding("hub", "ok", f"{endpoint} answers")
 
 
 def triton_cache() -> Path:
-    """Where compiled kernels are kept from run to run."""
+    """Where compiled kernels are kept between runs."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
@@ -163,7 +164,7 @@ def _writable(name: str, path: Path) -> Finding:
 def _bundle() -> Iterator[Finding]:
     try:
         bundle = finegrained_kernels.load()
-    except Exception as error:  # whatever a bundle that is broken raises
+    except Exception as error:  # whatever a broken bundle raises
         first, *more = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         whence = "what LOCAL_KERNELS names" if loader.is_overridden() else "finegrained-kernels"
         advice = more[-1].strip() if more else f"build or install {whence} again"
@@ -196,7 +197,7 @@ def _works(name: str, check: Callable[[], str]) -> Finding:
 
 
 def _round_trip(bundle: ModuleType, device: str) -> str:
-    """Decode planes that hold every byte value; empty if they come back."""
+    """Decode planes that hold every byte value. Returns what is wrong, or an empty string."""
     scales = torch.arange(2 * 64 * 40, device=device).mul(7).remainder(256).to(torch.uint8).view(2, 64, 40)
     fixed, exceptions = bundle.compress_nvfp4_csf_scales(scales)
     prepared = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=64, num_cols=40)
@@ -205,7 +206,7 @@ def _round_trip(bundle: ModuleType, device: str) -> str:
 
 
 def _product(bundle: ModuleType, device: str) -> str:
-    """Multiply weights of 1 by whole numbers, which is exact; empty if the sums are right."""
+    """Multiply weights of 1 by whole numbers, which is exact. Returns what is wrong, or an empty string."""
     depth = 128
     weight = torch.full((64, depth // 2), 0x22, dtype=torch.uint8, device=device)  # E2M1 0x2 is 1
     scales = torch.full((64, depth // 16), 0x38, dtype=torch.uint8, device=device)  # E4M3 0x38 is 1

@@ -1,4 +1,4 @@
-"""Get the bundle as a model does, through ``kernels.get_kernel``, and keep working when the hub cannot serve it."""
+"""Loads the bundle as a model does, through ``kernels.get_kernel``, and keeps working when the hub cannot serve it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from finegrained_kernels.source_only import import_from_source
 
 try:
     from kernels._rust import Digest, DigestValidationError, Metadata
-except ImportError:  # kernels 0.16 has them in a package of their own
+except ImportError:  # kernels 0.16 has them in a separate package
     from kernels_data import Digest, DigestValidationError, Metadata
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,9 @@ VERSION = 1
 _PACKAGE = Path(__file__).parent
 _FALLBACKS = {"the copy in this package": _PACKAGE / "_bundle" / "build", "this checkout": _PACKAGE.parent / "build"}
 
-# kernels raises a plain ValueError or FileNotFoundError, told apart from others by its text alone, when the hub or its
-# cache answers but does not have what was asked for. A text that changes makes load() raise where it could fall back.
+# If the hub or its cache answers but does not have what was asked for, kernels raises a plain ValueError or
+# FileNotFoundError, which only its text distinguishes from others. If that text changes, load() raises instead of
+# falling back.
 _ABSENT = (
     "is not available in the local cache",
     "not found, available versions",
@@ -44,11 +45,11 @@ _loaded: dict[tuple, ModuleType] = {}
 
 
 class BundleUnavailableError(RuntimeError):
-    """Neither the hub, its cache, nor a local copy has the bundle for this machine."""
+    """Neither the hub, its cache nor a local copy has a bundle for this machine."""
 
 
 class BundleIntegrityError(RuntimeError):
-    """A copy of the bundle is not what was built: its files do not match the digest that it carries."""
+    """A copy of the bundle is not what was built: its files do not match its digest."""
 
 
 def load(
@@ -61,16 +62,16 @@ def load(
 ) -> ModuleType:
     """Return the bundle as a module; later calls with the same arguments return the same one.
 
-    The arguments are those of ``kernels.get_kernel``, with the released version as default, and ``LOCAL_KERNELS``
-    counts as it does there. When the hub is out of reach, or has no bundle for this machine, the released version is
-    taken from the copy in this package, or from ``build/`` in a checkout. Another repository, version or revision is
-    not: the local copy is not what was asked for. Nor does anything else fall back: a copy that ``LOCAL_KERNELS``
-    names and that does not load, an untrusted publisher, or a bundle that fails to import is an error.
+    The arguments are those of ``kernels.get_kernel``, with the released version as default, and ``LOCAL_KERNELS`` works
+    as it does there. If the hub is out of reach, or has no bundle for this machine, the released version is loaded from
+    the copy in this package, or from ``build/`` in a checkout. That is not done for another repository, version or
+    revision, because the local copy would not be what was asked for. Everything else is an error: a copy named by
+    ``LOCAL_KERNELS`` that does not load, an untrusted publisher, or a bundle that fails to import.
 
     Raises:
-        BundleUnavailableError: none of these has it; the message lists what was tried and what to do.
-        BundleIntegrityError: the files found are not those that were built. The fallback copies are checked before they
-            run, what ``get_kernel`` returned after it, since finding and importing are one step there.
+        BundleUnavailableError: none of these has it. The message lists what was tried, and what to do.
+        BundleIntegrityError: the files are not those that were built. Local copies are checked before they run. What
+            ``get_kernel`` returns is checked afterwards, because it finds and imports the bundle in one step.
 
     >>> csf = load()
     >>> csf is load()
@@ -123,9 +124,9 @@ def _load(
 
 
 def _load_local(variant: Path, backend: str) -> ModuleType:
-    """Import a local variant, unless a module with the same id, hence the same content, is in the process already.
+    """Import a local variant, unless a module with the same id, and thus the same content, is already loaded.
 
-    Two modules with one id would share one ``torch.ops`` namespace.
+    Two modules with the same id would share a ``torch.ops`` namespace.
     """
     import_from_source(variant)
     _verify(variant)
@@ -158,7 +159,7 @@ def _verify(variant: Path) -> None:
 
 
 def _torch_backend() -> str:
-    """The variant this torch needs; a torch for hardware that has no variant here still runs the CPU's."""
+    """The variant that this torch needs. If there is none for its hardware, that is the CPU variant."""
     for backend, build in (("cuda", "cuda"), ("rocm", "hip"), ("xpu", "xpu")):
         if getattr(torch.version, build, None):
             return backend
@@ -177,10 +178,10 @@ def _overrides(repo_id: str) -> list[Path]:
 
 
 def _is_absent(error: Exception, handled: BaseException | None) -> bool:
-    """Whether nobody could serve the bundle, as opposed to serving one that must not be used.
+    """Whether the bundle could not be served at all, in contrast to one that was served but must not be used.
 
-    kernels hides a failed connection behind "could not verify publisher trust status", so the chain is searched;
-    ``handled``, what the caller was handling already, is where that chain stops being about this call.
+    kernels hides a failed connection behind "could not verify publisher trust status", so the chain of exceptions is
+    searched, up to ``handled``, the exception that the caller was already handling.
     """
     http_error = HfHubHTTPError.__bases__[0]  # the HTTP client's own base class: httpx or httpx2, by version
     for cause in _chain(error, handled):

@@ -1,4 +1,4 @@
-"""What every command shares: errors and Ctrl-C in one line, and a bar of bytes."""
+"""What all commands share: errors and Ctrl-C in one line, and a progress bar in bytes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from finegrained_kernels.checkpoint import CheckpointError
 
 @contextmanager
 def errors(resumes: bool = False) -> Iterator[None]:
-    """Print what goes wrong, and end with status 1; with 130 after Ctrl-C, which only here is a KeyboardInterrupt.
+    """Print an error and exit with status 1, or with 130 after Ctrl-C, which raises KeyboardInterrupt only in here.
 
-    ``resumes``: what was interrupted goes on where it was, if it is run again.
+    ``resumes``: if the command is interrupted and run again, it continues where it was.
     """
     handler = signal.getsignal(signal.SIGINT)
     try:
         if handler is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
-    except BrokenPipeError:  # whatever reads the output has had enough
+    except BrokenPipeError:  # the reader of the output has closed it
         raise
     except (CheckpointError, BundleIntegrityError, BundleUnavailableError, ImportError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -40,8 +40,8 @@ def errors(resumes: bool = False) -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes and their rate, on stderr if that is a terminal. It appears with the first byte: not before
-    arguments are checked. What was finished before counts as done when all is done."""
+    """A progress bar in bytes, with their rate, on stderr if that is a terminal. It appears with the first byte, and so
+    not before arguments are checked. It ends at 100 %, including what earlier runs had finished."""
     console = Console(file=sys.stderr)
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

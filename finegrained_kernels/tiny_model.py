@@ -1,8 +1,8 @@
-"""``finegrained-kernels tiny-model``: a small random language model to try things on.
+"""``finegrained-kernels tiny-model``: writes a small random language model to try things on.
 
 It is a mixture of experts in bfloat16, with a tokenizer for plain bytes. What it generates is nonsense, but its weights
-have what matters here of trained ones: rows of different magnitude, and now and then a group far above its row, which
-becomes an exception.
+resemble trained ones in what matters here: rows have different magnitudes, and now and then a group is far above its
+row, so that its scale becomes an exception.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG = {
     "pad_token_id": None,
 }
 OUTLIERS = 0.005
-"""Share of groups of 16 weights that are 64 times their row's magnitude."""
+"""The share of groups of 16 weights that are 64 times as large as the rest of their row."""
 
 
 def trained_like(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
@@ -67,7 +67,7 @@ def write(directory: str | Path, seed: int = 0) -> None:
     PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()).save_pretrained(directory)
 
 
-def byte_tokenizer():  # type: ignore[no-untyped-def]  # of the tokenizers package, which only this needs
+def byte_tokenizer():  # type: ignore[no-untyped-def]  # from the tokenizers package, which only this needs
     """A token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,6 +1,6 @@
-"""NVFP4 checkpoints with compressed scales: written, checked, undone, described, and read by engines.
+"""NVFP4 checkpoints with compressed scales: writes, verifies, restores and describes them, and reads them for engines.
 
-See docs/checkpoints.md. Every fault is a `CheckpointError`, a `ValueError` that names shard and tensor.
+See docs/checkpoints.md. Every fault raises `CheckpointError`, a `ValueError` that names shard and tensor.
 """
 
 from finegrained_kernels.checkpoint.compression import CompressReport, Plan, compress, plan_compression

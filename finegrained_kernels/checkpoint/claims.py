@@ -1,7 +1,7 @@
-"""Which command fills a directory, from which source: written down before its first file, until its last.
+"""Records which command fills a directory, and from which source, from before its first file until after its last.
 
-`.incomplete/` in a directory says that it is not finished, and holds the claim, locks, and files that are being
-written. Only what this module and `stream.py` name is ever removed from it.
+`.incomplete/` in a directory means that it is not finished. It holds this record, called the claim, locks, and files
+that are being written. Only files that this module and `stream.py` have named are ever removed from it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from finegrained_kernels.checkpoint.stream import LOCK_SUFFIX, TEMPORARY_SUFFIX,
 
 _CLAIM = "claim.json"
 _COMMANDS = ("compress", "quantize", "restore")
-"""The commands that fill a directory. A claim may come from a stranger: no other command in it is shown to the user."""
+"""The commands that fill a directory. A claim may come from a stranger, so no other command in it is shown to the
+user."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Who fills a directory: ``command`` from ``source``, an absolute path. ``identity`` tells sources and options
-    apart that are not the same."""
+    """Says that ``command`` fills a directory from ``source``, an absolute path. ``identity`` differs if sources or
+    options do."""
 
     command: str
     source: str
@@ -37,15 +38,15 @@ class Claim:
 
     @property
     def shown(self) -> str:
-        """What a message tells the user to type, without the directory."""
+        """The command that a message tells the user to type, without the directory."""
         return f"{self.command} {shlex.quote(printable(self.source))}"
 
     @classmethod
     def of(cls, command: str, source: Path, headers: Mapping[str, Header], options: Any) -> Claim:
-        """The claim of a command on ``source``, whose shards have ``headers``, with ``options`` (JSON).
+        """The claim of a command that works on ``source``, whose shards have ``headers``, with ``options`` (JSON).
 
         Raises:
-            CheckpointError: a shard has gone, or cannot be looked at.
+            CheckpointError: a shard is gone, or cannot be accessed.
         """
         shards = {}
         for shard, header in headers.items():
@@ -60,7 +61,7 @@ class Claim:
 
 
 def unfinished(root: Path) -> str | None:
-    """What to tell somebody who takes ``root`` for a checkpoint before it is finished; None if it is."""
+    """What to tell somebody who opens ``root`` as a checkpoint before it is finished; None if it is finished."""
     if not (root / WORK).exists():
         return None
     claim = _read(root / WORK)
@@ -70,14 +71,14 @@ def unfinished(root: Path) -> str | None:
 
 @contextmanager
 def claimed(root: Path, source: Path, claim: Claim, is_ours: Callable[[], bool]) -> Iterator[Path]:
-    """Make ``root``, claim it, and give a folder in it for files that are not complete yet.
+    """Create ``root``, claim it, and give a folder in it for files that are not complete yet.
 
-    The claim stays until `finishing`, through interruptions too. While it is there, another command, another source or
-    other options are refused; processes with the same ones share it. ``is_ours()`` tells whether a directory without a
-    claim that has files already is a result of this very claim; it may raise to say why not.
+    The claim stays until `finishing`, even after an interruption. While it exists, another command, source or options
+    are refused; processes with the same ones share it. If a directory has no claim but has files, ``is_ours()`` tells
+    whether they are a result of this very claim; it may raise to say why not.
 
     Raises:
-        CheckpointError: nothing in ``root`` has changed then.
+        CheckpointError: the directory is refused. Nothing in ``root`` has been changed.
     """
     inside, outside = root.resolve(), source.resolve()
     if inside == outside or inside in outside.parents or outside in inside.parents:
@@ -97,7 +98,7 @@ def claimed(root: Path, source: Path, claim: Claim, is_ours: Callable[[], bool])
                 try:
                     _check(root, work, claim, is_ours)
                 except CheckpointError:
-                    if made and _read(work) is None:  # somebody finished this directory in between
+                    if made and _read(work) is None:  # another process finished this directory in between
                         _remove(work)
                     raise
                 if _read(work) is None:
@@ -112,7 +113,7 @@ def claimed(root: Path, source: Path, claim: Claim, is_ours: Callable[[], bool])
 def _check(root: Path, work: Path, claim: Claim, is_ours: Callable[[], bool]) -> None:
     present = [work, *root.rglob("*")]
     for path in present:
-        if path.is_symlink() and path.is_dir():  # what is written there would lie outside
+        if path.is_symlink() and path.is_dir():  # files written there would be outside
             raise CheckpointError(f"{path} is a link to a directory: give a new directory")
     found = _read(work)
     if found is not None:
@@ -147,24 +148,22 @@ def _is_own(path: Path) -> bool:
 
 
 def _remove(work: Path) -> None:
-    """Remove what is ours in ``work``, the claim last, and then the folder, if nothing else is in it."""
+    """Remove our files in ``work``, the claim last, and then the folder if nothing else is in it."""
     for path in sorted(work.iterdir(), key=lambda path: path.name == _CLAIM):
         if _is_own(path):
             path.unlink(missing_ok=True)
-    with contextlib.suppress(
-        OSError
-    ):  # another process may be making a lock at this moment: then that one removes the folder
+    with contextlib.suppress(OSError):  # another process may just have made a lock; then it will remove the folder
         work.rmdir()
 
 
 @contextmanager
 def finishing(work: Path, *, wait: bool = True) -> Iterator[bool]:
-    """The last steps, by one process at a time; then ``work`` is removed, with everything that earlier runs left there.
+    """Let one process at a time do the last steps; then remove ``work``, with everything that earlier runs left there.
 
-    Yields False if another process has finished meanwhile, or is at it and ``wait`` is not set.
+    Yields False if another process has finished meanwhile, or is doing so and ``wait`` is false.
 
     Raises:
-        CheckpointError: something is in ``work`` that is not ours. It stays, and so does the claim.
+        CheckpointError: ``work`` contains something that is not ours. It stays, and so does the claim.
     """
     with locked(work / f"finish{LOCK_SUFFIX}", wait=wait) as got:
         yield got

@@ -1,6 +1,6 @@
-"""Runs planes through the bundle's codec in batches: from bytes of a shard to wire form, and back.
+"""Runs planes through the bundle's codec in batches, from the bytes of a shard to wire form and back.
 
-Every batch that is encoded is decoded again and compared before anything is written.
+Every encoded batch is decoded again and compared before anything is written.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ ReadInto = Callable[[Plane, memoryview], None]
 
 
 class Encoded(NamedTuple):
-    """A plane's wire form, put aside: the fixed stream and the exception words."""
+    """A plane's wire form, kept in a spool: the fixed stream and the exception words."""
 
     fixed: Kept
     exceptions: Kept
 
 
 def batch_bytes(device: torch.device | str) -> int:
-    """How many bytes of dense planes to work on at a time."""
+    """How many bytes of dense planes to process at a time."""
     import torch
 
     return _CPU_BATCH_BYTES if torch.device(device).type == "cpu" else _GPU_BATCH_BYTES
 
 
 def batches(planes: Mapping[str, Plane], device: torch.device | str) -> Iterator[list[Plane]]:
-    """The planes in runs of one geometry, small enough to work on at a time."""
+    """The planes in runs of equal geometry, each small enough to process at a time."""
     by_shape: dict[tuple[int, int], list[Plane]] = {}
     for plane in planes.values():
         by_shape.setdefault((plane.rows, plane.cols), []).append(plane)
@@ -59,10 +59,10 @@ def encode(
     shard: str,
     spool: Spool,
 ) -> tuple[dict[str, Encoded], dict[str, str]]:
-    """Compress the planes of one shard into ``spool``: those that shrink, by name, and why other tensors of scales stay
-    dense.
+    """Compress the planes of one shard into ``spool``. Returns the planes that shrink, by name, and for every other
+    tensor of scales why it stays dense.
 
-    A stack of experts is one tensor: it stays dense if a plane of it has to, or if all of it would not shrink.
+    A stack of experts is one tensor. It stays dense if one of its planes has to, or if it would not shrink as a whole.
     """
     import torch
 
@@ -85,7 +85,7 @@ def encode(
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(source)
         scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=first.rows, num_cols=first.cols)
         decoded = bundle.decompress_nvfp4_csf_scales(scales).view(torch.uint8)
-        # compared eight bytes at a time, as 16 rows of an even number of bytes allow
+        # compared eight bytes at a time: 16 rows of an even number of bytes are a multiple of that
         if not torch.equal(decoded.view(-1).view(torch.int64), source.view(-1).view(torch.int64)):
             plane = batch[int((decoded != source).flatten(1).any(1).nonzero()[0])]
             raise CheckpointError([Fault(shard, plane.name, "does not decode to the bytes it was encoded from")])
@@ -103,10 +103,10 @@ def encode(
 
 
 def decode(bundle: ModuleType, batch: Sequence[Plane], reader: TensorReader, device: torch.device | str) -> memoryview:
-    """Dense bytes of compressed planes of one geometry, one after the other.
+    """Dense bytes of compressed planes of equal geometry, one after the other.
 
     Raises:
-        ValueError: from the bundle, if a plane is malformed. It counts planes, and does not know their names.
+        ValueError: a plane is malformed. It comes from the bundle, which counts planes and does not know their names.
     """
     import torch
 
@@ -119,8 +119,8 @@ def decode(bundle: ModuleType, batch: Sequence[Plane], reader: TensorReader, dev
 def read_wire(
     planes: Sequence[Plane], reader: TensorReader, rows: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Read compressed planes of one geometry: the slabs of ``rows``, uint8 `[E, bytes]`, all exceptions int32 `[X]`,
-    and where those of each plane end, int64 `[E]`."""
+    """Read compressed planes of equal geometry. Returns the slabs of ``rows``, uint8 `[E,
+    bytes]`, all exceptions, int32 `[X]`, and where those of each plane end, int64 `[E]`."""
     import torch
 
     begin, end = (fixed_bytes(row, planes[0].cols) for row in (rows.start, rows.stop))
@@ -136,7 +136,7 @@ def read_wire(
 
 
 def to_bytes(tensor: torch.Tensor) -> memoryview:
-    """A copy of a tensor's bytes, on the host, without going through numpy."""
+    """A copy of a tensor's bytes on the host, made without numpy."""
     import torch
 
     data = bytearray(tensor.nbytes)

@@ -29,7 +29,7 @@ Exclude = Annotated[list[str] | None, typer.Option(help="No tensors whose name m
 
 
 class Layout(StrEnum):
-    """How a compressed checkpoint lies on disk."""
+    """How a compressed checkpoint is laid out on disk."""
 
     HF = "hf"
     CONTAINER = "container"
@@ -50,7 +50,7 @@ class Format(StrEnum):
 
 
 _MOST_LINES = 20
-"""How many lines of one kind are printed: of the rest, their number is usually all that anybody needs."""
+"""How many lines of one kind are printed. Of the others, only the number is."""
 
 
 def register(app: typer.Typer) -> None:
@@ -225,7 +225,8 @@ def _shard_bytes(root: Path) -> int:
 
 
 def _print_report(report: InspectReport, layers: bool) -> None:
-    # Names come from strangers: brackets in them are not markup, and nothing unprintable may reach the terminal.
+    # Names come from strangers. Brackets in them are not markup, and unprintable characters must not reach the
+    # terminal.
     console = Console(highlight=False, markup=False, emoji=False)
     counts = f"{count_text(report.shards, 'shard')}, {count_text(report.tensors, 'tensor')}"
     common = common_algorithm(report.scales)

@@ -1,4 +1,4 @@
-"""`compress`: an NVFP4 checkpoint in, the same checkpoint with its scales compressed out."""
+"""`compress`: turns an NVFP4 checkpoint into the same checkpoint with compressed scales."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What `compress` would do, from headers alone. ``planes`` are all NVFP4 scales, ``selected`` those to compress."""
+    """What `compress` would do, known from headers alone. ``planes`` are all NVFP4 scales, ``selected`` those to
+    compress."""
 
     source: Checkpoint
     planes: Mapping[str, Plane]
@@ -46,17 +47,18 @@ class Plan:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of all shards."""
+        """Size of all shards in bytes."""
         return sum(header.data_start + header.data_bytes for header in self.source.headers.values())
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the selected scales as they are."""
+        """Bytes of the selected scales as they are now."""
         return sum(plane.nbytes for plane in self.selected.values())
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the same scales compressed, without exceptions; with them it is never more than `dense_bytes`."""
+        """Bytes of the same scales when compressed, without exceptions. With them it is never more than
+        `dense_bytes`."""
         return sum(
             plane.nbytes if geometry_problem(plane.rows, plane.cols) else fixed_bytes(plane.rows, plane.cols)
             for plane in self.selected.values()
@@ -65,8 +67,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class CompressReport:
-    """What `compress` did: shards, those of them an earlier run had finished, scales that were compressed, their bytes
-    before and after, and why each other scale that was asked for is still dense."""
+    """What `compress` did: the number of shards, how many of them an earlier run had finished, how many scales were
+    compressed, their bytes before and after, and for every other requested scale why it is still dense."""
 
     shards: int
     resumed: int
@@ -81,11 +83,12 @@ def plan_compression(
 ) -> Plan:
     """Check a checkpoint's headers and choose its scales; reads no data and writes nothing.
 
-    ``include`` and ``exclude`` are shell patterns for whole tensor names, as ``*.layers.3.*``; without ``include``
-    every NVFP4 scale is meant. ``data_present=False`` accepts shards that end after their headers.
+    ``include`` and ``exclude`` are shell patterns for whole tensor names, such as
+    ``*.layers.3.*``. Without ``include``, every NVFP4 scale is selected. ``data_present=False`` accepts shards that end
+    after their headers.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, inconsistent or compressed already, or nothing matches.
+        CheckpointError: the checkpoint is damaged, inconsistent or already compressed, or nothing matches.
     """
     checkpoint = open_checkpoint(source, data_present=data_present)
     planes = checkpoint.planes
@@ -105,7 +108,7 @@ def plan_compression(
 
 
 def _what_is_quantized(checkpoint: Checkpoint) -> str:
-    """What is in a checkpoint that has no NVFP4, by some of its tensors."""
+    """Describes a checkpoint that has no NVFP4, by some of its tensors."""
     others = other_formats(checkpoint.located, checkpoint.planes)
     shown = []
     for name, stored in list(others.items())[:_SHOWN]:
@@ -134,17 +137,17 @@ def compress(
 
     Args:
         source: directory with a ModelOpt or compressed-tensors NVFP4 checkpoint; only read.
-        destination: a new or empty directory, or the one that an earlier run began.
-        layout: "hf", shards with their index; or "container", `lil-nvfp4-csf-checkpoint/1`.
+        destination: a new or empty directory, or one that an earlier run has begun to fill.
+        layout: "hf" for shards with an index, or "container" for `lil-nvfp4-csf-checkpoint/1`.
         include, exclude: see `plan_compression`.
         family: the container's name for the kind of model; None takes `model_type` of config.json.
-        jobs: shards at a time; by default half the cores, 2 to 8.
-        device: where scales are compressed, as "cpu" or "cuda".
-        progress: told of source bytes as they are done.
+        jobs: how many shards to process at a time; by default half the number of cores, from 2 to 8.
+        device: where scales are compressed, such as "cpu" or "cuda".
+        progress: called with the number of source bytes each time some are done.
 
     Raises:
-        CheckpointError: naming file and tensor. Nothing is written before the source's headers and names are checked,
-            and no file has its final name before it is complete.
+        CheckpointError: something is wrong; the message names file and tensor. Nothing is written before the source's
+            headers and names are checked, and no file has its final name before it is complete.
     """
     from finegrained_kernels import load
 
@@ -175,7 +178,7 @@ def compress(
         def handle(shard: str, stop: Event) -> None:
             if shard in begun and shards.is_finished(shard, stop):
                 resumed.append(shard)
-            elif shard in begun or not has_record(shard):  # otherwise another process has just finished it
+            elif shard in begun or not has_record(shard):  # otherwise, another process has just finished it
                 shards.compress(shard, stop)
 
         with one_torch_thread():
@@ -188,16 +191,16 @@ def compress(
 
 @dataclass(frozen=True)
 class _Known:
-    """Compares the source that a destination was made from with this one."""
+    """Compares this source with the one from which a destination was made."""
 
     source: Checkpoint
     job: Job
     destination: Path
     digests: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of source shards, each computed once."""
+    """SHA-256 of source shards; each is computed once."""
 
     def is_ours(self) -> bool:
-        """Whether the destination is a result of this job, finished or not; raises if it is one of another."""
+        """Whether the destination is a result of this job, finished or not. Raises if it is a result of another."""
         begun = read_job(self.destination)
         if begun is None:
             return False
@@ -209,15 +212,15 @@ class _Known:
         return True
 
     def check_begun(self) -> None:
-        """Raise unless every shard that has a record was made of this very source: job and headers may be the same
-        where weights are not."""
+        """Raise unless every shard that has a record was made from this very source. Job and headers may be equal even
+        if weights differ."""
         for shard in self.job.shards:
             if not (self.destination / record_name(shard)).exists():
                 continue
             try:
                 record = read_record(self.destination, shard)
             except CheckpointError:
-                continue  # it is damaged, so it proves nothing, and is written again
+                continue  # it is damaged, so it proves nothing, and will be written again
             if shard not in self.digests:
                 self.digests[shard] = file_sha256(self.source.root / shard)
             if record.sha256 != self.digests[shard]:

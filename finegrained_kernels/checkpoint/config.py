@@ -1,8 +1,8 @@
 """config.json of compressed and of quantized checkpoints: which layers it marks, and how it is rewritten.
 
-A compressed layer is named in `quantized_layers` of the quantization config, wherever that is, with
+A compressed layer is listed in `quantized_layers` of the quantization config, wherever that is, with
 `"weight_scale_encoding": "csf"`: a layer's experts together (`<prefix>.experts`), any other module by itself. Layers
-that are not named are untouched. What the config says of formats is read by `quantization_config`.
+that are not listed are untouched. `quantization_config` reads what the config says about formats.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ WEIGHTS = "transformers_weights"
 UNMARKED = "has compressed scales, but is not marked as compressed"
 MARKED_ONLY = "is marked as compressed, but has no compressed scale"
 NOTICE = "compressed scales: pip install finegrained-kernels, import finegrained_kernels.integrations.transformers"
-"""What config.json has as `transformers_weights`, the name of a weights file. Without that import transformers looks
-for the file and fails, with its name in the message; the integration knows better."""
+"""The value of `transformers_weights` in config.json, which is meant to be the name of a weights file. Without that
+import, transformers looks for the file, and fails with this text in its message. The integration recognizes it."""
 
 _PACKED = "nvfp4-pack-quantized"
-_SCALING_KEYS = ("has_zero_point", "pre_quant_scale")  # of AWQ, which ModelOpt writes beside the algorithm
+_SCALING_KEYS = ("has_zero_point", "pre_quant_scale")  # for AWQ; ModelOpt writes them beside the algorithm
 
 
 def marked_layers(config: Mapping[str, Any] | None) -> tuple[set[str], list[Fault]]:
-    """Modules that config.json calls compressed, and entries that cannot be understood."""
+    """The modules that config.json marks as compressed, and faults for entries that cannot be understood."""
     try:
         _, section = find_section(config)
     except CheckpointError as error:
@@ -62,10 +62,10 @@ def marked_layers(config: Mapping[str, Any] | None) -> tuple[set[str], list[Faul
 def layer_entries(
     quantization: QuantizationConfig | None, planes: Iterable[Plane], tensors: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """What `quantized_layers` says of NVFP4 layers: each with its own algorithm, the experts of a layer together.
+    """Entries of `quantized_layers` for NVFP4 layers, each with its own algorithm; the experts of a layer share one.
 
-    An expert's projection of another format than its layer's first has an entry of its own. ``tensors`` are the names
-    of all tensors: where the config does not say, a layer without an input scale is weight-only.
+    A projection of an expert whose format is not that of the layer's first one has its own entry. ``tensors`` are the
+    names of all tensors: if the config does not say otherwise, a layer without an input scale is weight-only.
     """
     section: Mapping[str, Any] = {} if quantization is None else quantization.section
     before = section.get(TABLE) or {}
@@ -100,11 +100,11 @@ def mark_config(
     *,
     globals_divide: bool,
 ) -> dict[str, Any]:
-    """config.json with exactly the modules ``compressed`` marked, of all NVFP4 ``entries``, where its config is.
+    """config.json with exactly the modules ``compressed``, out of all NVFP4 ``entries``, marked where its config is.
 
-    ModelOpt's becomes MIXED_PRECISION with every NVFP4 module named. Others keep their method and all they say, since
-    their tensors stay as they are, and gain `quantized_layers`. If the config does not say whose they are, tensors do:
-    ``globals_divide`` is true for those of compressed-tensors.
+    A config from ModelOpt becomes MIXED_PRECISION with every NVFP4 module listed. Others keep their method and all of
+    their content, since their tensors stay as they are, and gain `quantized_layers`. If the config does not say which
+    it is, the tensors do: ``globals_divide`` is true for those of compressed-tensors.
     """
     document = copy.deepcopy(dict(config))
     path = ("quantization_config",) if quantization is None or not quantization.path else quantization.path
@@ -123,7 +123,7 @@ def mark_config(
     else:
         if method == COMPRESSED_TENSORS:
             section.setdefault("format", _PACKED)
-            if section.get("config_groups"):  # they say what is NVFP4
+            if section.get("config_groups"):  # they already say what is NVFP4
                 entries = {name: entry for name, entry in entries.items() if name in compressed}
         section[TABLE] = {**(section.get(TABLE) or {}), **_encoded(entries, compressed)}
     parent[path[-1]] = section
@@ -135,7 +135,7 @@ def mark_config(
 def mark_hf_quant_config(
     hf_quant_config: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]], compressed: Collection[str]
 ) -> dict[str, Any]:
-    """ModelOpt's own hf_quant_config.json, saying the same as config.json."""
+    """ModelOpt's own hf_quant_config.json, changed to say the same as config.json."""
     document = copy.deepcopy(dict(hf_quant_config))
     document["quantization"] = document.get("quantization") or {}
     _mark_modelopt(document["quantization"], entries, compressed)
@@ -150,7 +150,7 @@ def _mark_modelopt(
     section: dict[str, Any], entries: Mapping[str, Mapping[str, Any]], compressed: Collection[str]
 ) -> None:
     before = section.get(TABLE) or {}
-    # NVFP4 entries for single experts are now said by the entry of their layer's experts; all others stay.
+    # The entry for a layer's experts replaces NVFP4 entries for single experts; all others stay.
     others = {
         module: entry
         for module, entry in before.items()

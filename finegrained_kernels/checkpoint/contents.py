@@ -1,4 +1,4 @@
-"""Works on a checkpoint's bytes: makes the source's bytes of them again, and checks every tensor and plane."""
+"""Works on a checkpoint's bytes: turns them into the source's bytes again, and checks every tensor and plane."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class TensorReader:
         self._stack.close()
 
     def place(self, name: str) -> tuple[int, int, TensorInfo, str]:
-        """Descriptor, first byte in the file, entry and shard of a tensor."""
+        """A tensor's file descriptor, first byte in the file, header entry and shard."""
         shard, info = self._located[name]
         if shard not in self._fds:
             self._fds[shard] = self._stack.enter_context(opened(self.checkpoint.root / shard, shard))
         return self._fds[shard], self.checkpoint.headers[shard].data_start + info.begin, info, shard
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """Bytes ``begin`` to ``end`` of a tensor, in memory of their own."""
+        """Bytes ``begin`` to ``end`` of a tensor, in new memory."""
         end = self._located[name][1].nbytes if end is None else end
         data = memoryview(bytearray(end - begin))
         self.read_into(name, data, begin)
         return data
 
     def read_value(self, name: str, part: int | None = None) -> memoryview:
-        """The 4 bytes of a float32 value; of a stack's ``part``, where the tensor has one for each."""
+        """The 4 bytes of a float32 value; if the tensor has one for each part of a stack, that of ``part``."""
         begin = 4 * part if part is not None and self._located[name][1].nbytes > 4 else 0
         return self.read(name, begin, begin + 4)
 
@@ -58,7 +58,7 @@ class TensorReader:
 
 
 def send_source(header: Header, reader: TensorReader, stream: Fanout, bundle: ModuleType, device: str) -> None:
-    """Send the data of the source shard with that header, made of the checkpoint that ``reader`` reads.
+    """Send the data of the source shard with this header, made from the checkpoint that ``reader`` reads.
 
     Raises:
         CheckpointError: a plane is malformed, or a file is cut short.
@@ -83,7 +83,7 @@ def send_source(header: Header, reader: TensorReader, stream: Fanout, bundle: Mo
 
 
 def _runs(order: Sequence[tuple[str, TensorInfo]], located: Located, limit: int) -> Iterator[list[str]]:
-    """Consecutive tensors of a source shard that can be sent in one go; compressed ones up to ``limit`` bytes."""
+    """Runs of consecutive tensors of a source shard that can be sent at once; compressed ones up to ``limit`` bytes."""
     run: list[str] = []
     size = 0
     shape: tuple[int, ...] = ()
@@ -105,16 +105,16 @@ def _runs(order: Sequence[tuple[str, TensorInfo]], located: Located, limit: int)
 
 @dataclass
 class ContentCheck:
-    """Compares what is on disk with what is known about it.
+    """Compares the bytes on disk with what is known about them.
 
     Attributes:
         bundle: decodes the planes.
         checkpoint: what to check.
-        expected: CRC-32 by tensor name, as stored.
-        decoded: CRC-32 of compressed scales, decoded.
+        expected: CRC-32 of stored tensors, by name.
+        decoded: CRC-32 of compressed scales once they are decoded.
         file_digests: SHA-256 of whole shards.
-        source: the same model's uncompressed checkpoint, to compare with.
-        proven: tensors of compressed scales that need not be decoded: `prove` sets it.
+        source: the uncompressed checkpoint of the same model, to compare with.
+        proven: tensors of compressed scales that need not be decoded; set by `prove`.
     """
 
     bundle: ModuleType
@@ -129,7 +129,7 @@ class ContentCheck:
     proven: set[str] = field(default_factory=set)
 
     def prove(self, record: Record, stop: Event) -> bool:
-        """Whether what is stored, decoded, makes the record's source file, by SHA-256. Collects no fault."""
+        """Whether the stored tensors, decoded, make up the record's source file, by its SHA-256. Collects no faults."""
         try:
             header = record.source_header()
             digest = hashlib.sha256(header.raw)
@@ -143,7 +143,7 @@ class ContentCheck:
         return True
 
     def check_shard(self, shard: str, stop: Event) -> None:
-        """Collect the faults of one shard: of the tensors in it, and of the planes whose fixed stream it has."""
+        """Collect the faults of one shard: those of its tensors, and of the planes whose fixed stream it has."""
         try:
             self._check_stored(shard, stop)
             own = {
@@ -214,7 +214,7 @@ class ContentCheck:
 
 
 class _Comparison:
-    """Compares a shard's stream with the same tensors elsewhere; ``differing`` names those that are not equal."""
+    """Compares a shard's stream with the same tensors elsewhere; ``differing`` has the names of those that differ."""
 
     def __init__(self, tensors: Sequence[tuple[str, TensorInfo]], other: TensorReader) -> None:
         self.differing: list[str] = []

@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint, always named by shard and tensor."""
+"""Faults of a checkpoint, which always name shard and tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _MAX_TEXT = 400
 
 
 def printable(text: str) -> str:
-    """A text from a checkpoint as a message shows it: on one line, whatever is in it, and cut if it is long."""
+    """A text from a checkpoint as messages show it: on one line, whatever it contains, and cut if it is long."""
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
 
 
 class Fault(NamedTuple):
-    """One fault: its file, relative to the checkpoint ("." if all of it is meant), the tensor if there is one, and
-    what is wrong."""
+    """One fault: its file, relative to the checkpoint ("." for the checkpoint as a whole), the tensor if there is one,
+    and what is wrong."""
 
     file: str
     tensor: str | None
@@ -30,8 +30,8 @@ class Fault(NamedTuple):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, or a request about one, that cannot be worked with: in one line, the first faults; ``faults`` has
-    all that were found."""
+    """A checkpoint is faulty, or cannot be used as requested. The message has the first faults, in one line; ``faults``
+    has all."""
 
     def __init__(self, faults: Iterable[Fault] | str) -> None:
         self.faults = [] if isinstance(faults, str) else list(faults)

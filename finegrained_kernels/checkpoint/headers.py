@@ -1,8 +1,8 @@
-"""Safetensors headers: read, checked and written without touching the data.
+"""Reads, checks and writes safetensors headers without touching the data.
 
-The safetensors library hands out tensors, whole, and lays a file out anew when it saves one. Streaming a shard by byte
-ranges, and giving back the very bytes of a file, need the header as it stands. So this is a small reader and writer of
-its own; every file written is checked by the library's own parser in the tests.
+The safetensors library only returns whole tensors, and lays a file out anew when it saves one. To stream a shard by
+byte ranges, and to restore the exact bytes of a file, the header is needed as it is. So this is a small reader and
+writer; in the tests, the library's own parser checks every file that it writes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPE_BITS = {
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's entry: ``begin`` and ``end`` are bytes from the start of the data."""
+    """A tensor's entry; ``begin`` and ``end`` are byte offsets from the start of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ NewTensor = tuple[str, str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Header:
-    """One shard's header. ``raw`` is all of it: length, text and padding; ``tensors`` keep the text's order."""
+    """One shard's header. ``raw`` is all of it: length, text and padding. ``tensors`` are in the order of the text."""
 
     raw: bytes
     metadata: Mapping[str, str] | None
@@ -70,11 +70,11 @@ class Header:
 def read_header(path: Path, name: str, *, data_present: bool = True) -> Header:
     """The checked header of the shard at ``path``, called ``name`` in messages.
 
-    ``data_present=False`` accepts a file that ends right after its header, as a set of headers alone does.
+    ``data_present=False`` accepts a file that ends right after its header.
 
     Raises:
-        CheckpointError: no such file, a file cut short or with bytes left over, text that is no header, an unknown
-            dtype, or offsets that do not fit the shape or leave a gap or an overlap.
+        CheckpointError: there is no such file, it is cut short or has bytes left over, its text is not a header, a
+            dtype is unknown, or offsets do not fit the shape, leave a gap or overlap.
     """
     try:
         with open(path, "rb") as file:
@@ -110,7 +110,7 @@ def parse_header(raw: bytes, name: str) -> Header:
         raise CheckpointError([Fault(name, None, f"__metadata__ must map texts to texts, got {metadata!r:.300}")])
 
     tensors: dict[str, TensorInfo] = {}
-    # There are many tensors, and few dtypes and shapes: tensors that are alike share theirs.
+    # There are many tensors, but few dtypes and shapes, so equal ones are shared.
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
     for tensor, entry in entries.items():
         try:
@@ -129,7 +129,7 @@ def parse_header(raw: bytes, name: str) -> Header:
 
 
 def is_unicode(text: str, document: object) -> bool:
-    """Whether no text of a JSON document has a lone surrogate, which no file could hold."""
+    """Whether no text in a JSON document has a lone surrogate, which cannot be written to a file."""
     if not re.search(r"\\u[dD][89a-fA-F]", text):
         return True
     try:
@@ -148,7 +148,7 @@ def build_header(
     data_order: Sequence[str],
     metadata: Mapping[str, str] | None,
 ) -> Header:
-    """The header of tensors ``(name, dtype, shape)`` in the text's order, whose data lies in ``data_order``."""
+    """The header for tensors ``(name, dtype, shape)`` in the order of its text, whose data is in ``data_order``."""
     shapes = {name: (dtype, tuple(shape)) for name, dtype, shape in entries}
     tensors, end = {}, 0
     for name in data_order:
@@ -168,11 +168,11 @@ def build_header(
 def replace_tensors(
     header: Header, replacements: Mapping[str, Sequence[NewTensor]]
 ) -> tuple[Header, list[tuple[int, int] | str]]:
-    """The header of a shard in which other tensors take some tensors' place, and what its data consists of, in order.
+    """The header of a shard in which some tensors are replaced by others, and the parts of its data, in order.
 
-    That is ranges of the old data, and names of new tensors. Tensors keep their order, in the text as in the data; but
-    new tensors of 4-byte values lie together before the first replaced tensor, or before an earlier one where only that
-    begins at a multiple of 4: safetensors allows no gaps, and one-byte tensors may begin anywhere.
+    Parts are ranges of the old data, and names of new tensors. Tensors keep their order, in the text and in the data,
+    except that new tensors of 4-byte values are put together before the first replaced tensor, or before an earlier
+    tensor if only that begins at a multiple of 4: safetensors allows no gaps, and one-byte tensors may begin anywhere.
     """
     order = header.in_data_order()
     replaced = [name for name, _ in order if name in replacements]
@@ -213,7 +213,7 @@ def num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def check_tensors(header: Header, name: str) -> None:
     """Raise unless every tensor has a known dtype, and the bytes that its shape needs, without gap or overlap."""
-    sizes: dict[tuple, int] = {}  # a shard has many tensors, of few kinds
+    sizes: dict[tuple, int] = {}  # a shard has many tensors of few kinds
     spans = []
     for tensor, (dtype, shape, begin, end) in header.tensors.items():
         size = sizes.get((dtype, shape))

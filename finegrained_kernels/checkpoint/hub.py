@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face hub: reads headers without downloading shards, and pushes compressed directories."""
+"""Checkpoints on the Hugging Face hub: reads headers without downloading shards, and uploads compressed checkpoints."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _CONNECTIONS = 8
 def open_hub_checkpoint(repo_id: str, *, revision: str | None = None) -> Checkpoint:
     """Open a model repository from its small JSON files and, by range requests, its shards' headers.
 
-    The headers come without their text: sizes are those of tensors alone.
+    The headers come without their text, so sizes are those of tensors alone.
 
     Raises:
-        CheckpointError: no such repository or revision, no checkpoint in it, or a header that cannot be read.
+        CheckpointError: the repository or revision does not exist, has no checkpoint, or a header cannot be read.
     """
     api = HfApi()
     with _hub_errors(repo_id):
@@ -71,7 +71,7 @@ def open_hub_checkpoint(repo_id: str, *, revision: str | None = None) -> Checkpo
 
 @contextmanager
 def _hub_errors(repo_id: str) -> Iterator[None]:
-    """Turn whatever goes wrong on the way to a repository into one line: no network, no such host, a broken answer."""
+    """Turn any error in accessing a repository into one line: no network, no such host, a broken answer."""
     http_error: Any = HfHubHTTPError.__bases__[0]  # the HTTP client's own base class: httpx or httpx2, by version
     try:
         yield
@@ -90,14 +90,15 @@ def push(
     private: bool | None = None,
     message: str = "Upload NVFP4 checkpoint with compressed scales",
 ) -> str:
-    """Upload a finished compressed checkpoint, digest records included, to a model repository, made if need be.
+    """Upload a finished compressed checkpoint, with its digest records, to a model repository, creating it if needed.
 
-    A model card that does not say what is compressed, of an earlier version or written anew, is uploaded with a section
-    that does; the directory is not changed. Only its structure is checked: `verify` it before. Returns the commit's
-    URL.
+    If the model card does not say what is compressed, because an earlier version or somebody else wrote it, it is
+    uploaded with a section that does; the directory is not changed. Only the structure is checked: run `verify` first.
+    Returns the commit's URL.
 
     Raises:
-        CheckpointError: the directory is not finished, not consistent, or has no compressed scales; or the hub refuses.
+        CheckpointError: the directory is not finished or not consistent, has no compressed scales, or the hub refuses
+            it.
     """
     root = Path(checkpoint)
     opened = open_checkpoint(root)

@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint's scales take, dense and compressed, from headers alone, on disk or on the hub."""
+"""`inspect`: how large a checkpoint's scales are, dense and compressed, from headers alone, on disk or on the hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finegrained_kernels.checkpoint.wire import SLAB_ROWS, fixed_bytes, geometry
 
 GPU_GIB = (24, 32, 48, 80, 96, 141, 180, 288)
 USABLE = 0.9
-"""Share of a GPU's memory that weights may take; the rest is for the KV cache, activations and the runtime."""
+"""The share of a GPU's memory that weights may take. The rest is for the KV cache, activations and the runtime."""
 EXPERTS = "experts"
 _CUT_BY_COLUMNS = ("down_proj", "w2", "o_proj", "out_proj")
 _TP_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -29,15 +29,16 @@ class ScaleStats:
     """NVFP4 scale planes of one linear layer, or of one projection of a layer's experts. Sizes in bytes.
 
     Attributes:
-        kind: of layer, as "experts", "shared experts", "attention", "MLP", "lm_head".
-        layer: the module that it is in: its layer's experts, attention and so on. projection: as in tensor names.
-        algorithm: as the config has it, as "NVFP4" or "W4A16_NVFP4"; None where it says nothing of this layer.
-        planes, compressed: how many there are, and how many of them are compressed.
-        rows, cols: of one plane.
-        dense_bytes: of all planes if they were dense.
-        stored_bytes: as they are.
-        least_bytes: if all were compressed, and those that are not now had no exceptions.
-        exceptions: in the compressed planes; exception_rate: a byte of those planes, None if none is compressed.
+        kind: the kind of layer, such as "experts", "shared experts", "attention", "MLP" or "lm_head".
+        layer: the module that contains it, such as a layer's experts or attention. projection: as in tensor names.
+        algorithm: as in the config, such as "NVFP4" or "W4A16_NVFP4"; None if the config does not mention this layer.
+        planes, compressed: the number of planes, and how many of them are compressed.
+        rows, cols: the size of one plane.
+        dense_bytes: size of all planes if they were dense.
+        stored_bytes: their size now.
+        least_bytes: their size if all were compressed, and those that are dense now had no exceptions.
+        exceptions: how many the compressed planes have. exception_rate: exceptions per byte of the compressed planes;
+            None if none is compressed.
     """
 
     kind: str
@@ -57,7 +58,8 @@ class ScaleStats:
 
 @dataclass(frozen=True)
 class OtherFormat:
-    """Layers of one kind that are quantized, and not to NVFP4: how many weights, and their bytes without scales."""
+    """Layers of one kind that are quantized to another format than NVFP4: how many weights, and their bytes without
+    scales."""
 
     kind: str
     format: str
@@ -71,15 +73,15 @@ class InspectReport:
 
     Attributes:
         name: directory or hub id. layout: "hf" or "container".
-        stored_bytes, dense_bytes, least_bytes: of all tensors, as they are, with all NVFP4 scales dense, and with all
-            compressed (those that are not now without exceptions).
-        tp_sizes: tensor-parallel sizes, of common ones, that every expert scale can be cut into; every scale, in a
-            model without NVFP4 experts.
+        stored_bytes, dense_bytes, least_bytes: size of all tensors now, with all NVFP4 scales dense, and with all
+            compressed (counting no exceptions for those that are dense now).
+        tp_sizes: the common tensor-parallel sizes into which every expert scale can be cut; in a model without NVFP4
+            experts, every scale.
         fits: for each GPU memory size in GiB, how many GPUs hold `stored_bytes`, `dense_bytes` and `least_bytes` in
             90 % of their memory.
-        scales: every NVFP4 layer. others: what is quantized otherwise.
-        kv_cache: algorithm of a quantized KV cache, as the config has it.
-        faults: what contradicts the format, as `verify` would say, and what can never be loaded.
+        scales: every NVFP4 layer. others: layers that are quantized otherwise.
+        kv_cache: the algorithm of a quantized KV cache, as in the config.
+        faults: what contradicts the format, as `verify` would report it, and what can never be loaded.
     """
 
     name: str
@@ -101,18 +103,18 @@ class InspectReport:
 
 
 def inspect(checkpoint: str | Path, *, revision: str | None = None) -> InspectReport:
-    """Describe a checkpoint: a directory, or a hub id of which only headers are fetched.
+    """Describe a checkpoint: a directory, or a hub id, from which only headers are fetched.
 
-    Shards may end after their headers. Faults of the format are listed, not raised.
+    Shards may end after their headers. Faults of the format are listed in the report, not raised.
 
     Raises:
-        CheckpointError: no checkpoint there, or a header or index that cannot be read.
+        CheckpointError: there is no checkpoint, or a header or index cannot be read.
     """
     name = str(checkpoint)
     if not name or (not Path(checkpoint).exists() and not _is_hub_id(name)):
         raise CheckpointError(f"{name}: no such directory, and no hub id (org/name)")
     if Path(checkpoint).exists():
-        with without_gc():  # once for both
+        with without_gc():  # once for both steps
             return describe(open_checkpoint(checkpoint, data_present=False), name)
 
     from finegrained_kernels.checkpoint.hub import open_hub_checkpoint
@@ -163,7 +165,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _by_projection(planes: Iterable[Plane]) -> dict[tuple[str, str], list[Plane]]:
-    """Planes by the module they are in, and projection: those of a layer's experts together."""
+    """Planes grouped by module and projection; those of a layer's experts are together."""
     projections: dict[tuple[str, str], list[Plane]] = {}
     for plane in planes:
         expert = plane.expert
@@ -181,7 +183,7 @@ def _contradiction(checkpoint: Checkpoint, plane: Plane, said: LayerFormat | Non
 
 
 def _others(checkpoint: Checkpoint) -> tuple[list[OtherFormat], list[Fault]]:
-    """What is quantized otherwise, and a fault for each weight whose format nothing here reads."""
+    """Layers that are quantized otherwise, and a fault for each weight whose format nothing here can read."""
     found: dict[tuple[str, str], list[str]] = {}
     faults = []
     for name, stored in other_formats(checkpoint.located, checkpoint.planes).items():

@@ -1,4 +1,5 @@
-"""What kind of layer a module is, and in which format its weights are stored by a checkpoint's headers, in words."""
+"""Names the kind of layer that a module is, and the format in which, by its headers, a checkpoint stores its
+weights."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import re
 from finegrained_kernels.checkpoint.headers import TensorInfo
 from finegrained_kernels.checkpoint.names import Located, Plane
 
-# The first of these that matches any part of the module's name.
+# The first of these that matches any part of the module's name counts.
 _KINDS = {
     "vision": r"visual|vision_\w+|vit|audio_\w+|multi_modal_projector|mm_projector|connector",
     "lm_head": r"lm_head",
@@ -26,7 +27,8 @@ _FP8_SCALES = (".weight_scale", ".weight_scale_inv", "_weight_scale", "_scale_in
 
 
 def layer_kind(module: str) -> str:
-    """Experts, shared experts, attention and so on, by the module's name; "other" if that tells nothing."""
+    """The kind, such as "experts", "shared experts" or "attention", by the module's name; "other" if that does not
+    tell."""
     parts = module.split(".")
     for kind, pattern in _KINDS.items():
         if any(re.fullmatch(pattern, part) for part in parts):
@@ -35,7 +37,7 @@ def layer_kind(module: str) -> str:
 
 
 def other_formats(located: Located, planes: dict[str, Plane]) -> dict[str, str | None]:
-    """Weights that are quantized, and not NVFP4: the format of each by tensor name; None for one that is not known."""
+    """The format of each weight that is quantized but not NVFP4, by tensor name; None if the format is unknown."""
     claimed = {plane.weight for plane in planes.values()}
     return {
         name: _format(name, info, located)

@@ -1,6 +1,6 @@
 """The two layouts of a checkpoint on disk: Hugging Face files, or the `lil-nvfp4-csf-checkpoint/1` container.
 
-Opening reads small JSON files and the shards' headers, never data.
+Opening a checkpoint reads small JSON files and the shards' headers, but no data.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ CONTAINER_LAYOUT = "container"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a checkpoint's small JSON files say.
+    """The contents of a checkpoint's small JSON files.
 
     Attributes:
         kind: `HF_LAYOUT` or `CONTAINER_LAYOUT`.
-        index: the index file's name, None for a single file or a container.
-        listed: the index's, or the container's, shard for each tensor name; None without one.
+        index: the index file's name; None for a single file or a container.
+        listed: the shard of each tensor by name, as the index or the container has it; None if neither exists.
         shards: paths of the shards, relative to the checkpoint.
-        config: contents of config.json, None if there is none.
-        hf_quant_config: contents of hf_quant_config.json, which ModelOpt writes, None if there is none.
+        config: contents of config.json; None if there is none.
+        hf_quant_config: contents of hf_quant_config.json, which ModelOpt writes; None if there is none.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Layout:
 class Checkpoint:
     """A checkpoint in directory ``root``, its layout, and its shards' headers by path.
 
-    What it derives from them is worked out once: keep it to read many layers.
+    Properties are computed once, so keep the object to read many layers.
     """
 
     root: Path
@@ -77,12 +77,12 @@ class Checkpoint:
 
     @cached_property
     def quantization(self) -> QuantizationConfig | None:
-        """What its config says about its quantization, None if nothing; raises `CheckpointError` for what is wrong."""
+        """What its config says about quantization; None if nothing. Raises `CheckpointError` if the config is wrong."""
         return read_quantization(self.layout.config, self.layout.hf_quant_config)
 
     @property
     def metadata_dir(self) -> Path:
-        """Where config.json and its like are."""
+        """The directory of config.json and similar files."""
         return self.root / "metadata" if self.layout.kind == CONTAINER_LAYOUT else self.root
 
     @cached_property
@@ -109,12 +109,12 @@ class Checkpoint:
 
     @cached_property
     def planes_of_scale(self) -> dict[str, list[Plane]]:
-        """The same by the tensor of dense scales, of which a stack of experts has one."""
+        """The same by the name of the tensor of dense scales; a stack of experts has only one."""
         return group_by_scale(self.planes.values())
 
     @cached_property
     def faults(self) -> list[Fault]:
-        """Where shards contradict each other, the index, or the rules for NVFP4 scales."""
+        """Contradictions between shards, between shards and the index, and violations of the rules for NVFP4 scales."""
         faults = []
         if sum(len(header.tensors) for header in self.headers.values()) > len(self.located):
             faults = [
@@ -140,7 +140,7 @@ class Checkpoint:
             return []  # every tensor is in its listed shard
         index = self.layout.index or CONTRACT
         missing, unlisted = listed.keys() - located.keys(), located.keys() - listed.keys()
-        if self.layout.kind == CONTAINER_LAYOUT:  # may list a compressed scale by its name before it became two tensors
+        if self.layout.kind == CONTAINER_LAYOUT:  # may list a compressed scale by its old name
             scales = {n: replaced_by(n.removesuffix(FIXED).removesuffix(EXCEPTIONS), missing) for n in unlisted}
             unlisted = {name for name in unlisted if scales[name] not in missing}
             missing -= set(scales.values())
@@ -156,8 +156,8 @@ class Checkpoint:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Switch the garbage collector off while many small objects are made that all stay: it would go through them again
-    and again."""
+    """Switch the garbage collector off while many small objects are created, none of which is garbage: it would go
+    through them again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -171,12 +171,12 @@ def without_gc() -> Iterator[None]:
 def open_checkpoint(root: str | Path, *, data_present: bool = True, faults: list[Fault] | None = None) -> Checkpoint:
     """Open the checkpoint in directory ``root``, of either layout.
 
-    ``data_present=False`` accepts shards of headers alone. A list for ``faults`` collects what is wrong with single
-    shards, which are then left out, instead of raising it.
+    ``data_present=False`` accepts shards that end after their headers. If a list is passed as ``faults``, it collects
+    what is wrong with single shards, which are then left out, instead of raising it.
 
     Raises:
-        CheckpointError: no checkpoint, an unsafe or missing shard name, a damaged shard, or JSON files of the
-            container that contradict each other. Names the file.
+        CheckpointError: there is no checkpoint, a shard's name is unsafe, a shard is missing or damaged, or JSON files
+            of the container contradict each other. The message names the file.
     """
     root = Path(root)
     if not root.is_dir():
@@ -200,8 +200,8 @@ def open_checkpoint(root: str | Path, *, data_present: bool = True, faults: list
 
 
 def read_layout(root: Path | None, files: Collection[str]) -> Layout:
-    """What the small JSON files in ``root`` say of a checkpoint that has ``files`` at its top, there or elsewhere. None
-    for ``root`` where there are no such files."""
+    """What the small JSON files in ``root`` say about a checkpoint whose top directory, there or elsewhere, has
+    ``files``. ``root`` is None if there are no JSON files."""
     is_container = CONTRACT in files or (MANIFEST in files and not any(map(_is_shard_or_index, files)))
     if is_container and root is not None:
         listed, shards = _read_container(root)
@@ -219,13 +219,14 @@ def read_layout(root: Path | None, files: Collection[str]) -> Layout:
 
 
 def _is_shard_or_index(name: str) -> bool:
-    """Whether a file at the top shows that this is the other layout; there, a manifest.json may be anything."""
+    """Whether a file in the top directory shows that the layout is Hugging Face's, in which manifest.json may be
+    anything."""
     return "/" not in name and name.endswith((".safetensors", INDEX_SUFFIX))
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file called ``name`` in messages."""
-    if path.exists() and not path.is_file():  # reading a pipe, say, would never end
+    if path.exists() and not path.is_file():  # reading a pipe, for example, would never end
         raise CheckpointError([Fault(name, None, "cannot be read: it is not a file")])
     try:
         text = path.read_bytes().decode()
@@ -242,7 +243,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def check_shard_name(shard: object, file: str) -> str:
-    """``shard`` if it names a safetensors file inside the checkpoint, whatever the machine."""
+    """``shard``, if it is the name of a safetensors file inside the checkpoint on every system."""
     shard = check_name(shard, file)
     if not shard.endswith(".safetensors"):
         raise CheckpointError([Fault(file, None, f"shard {shown(shard)} is not a safetensors file")])
@@ -250,7 +251,7 @@ def check_shard_name(shard: object, file: str) -> str:
 
 
 def container_faults(manifest: Mapping[str, Any], contract: Mapping[str, Any]) -> list[Fault]:
-    """Where the container's two descriptions break its rules: schema, codec, family, and the set of shards."""
+    """Where the container's two descriptions violate its rules about schema, codec, family, and the set of shards."""
     faults = []
     for key, expected in (("schema", CONTAINER_SCHEMA), ("codec", CODEC), ("family", None)):
         values = manifest.get(key), contract.get(key)
@@ -289,9 +290,7 @@ def _read_index(root: Path, index: str) -> tuple[dict[str, str], list[str]]:
         raise CheckpointError([Fault(index, None, f"metadata must be an object, got {shown(metadata)}")])
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError([Fault(index, None, "weight_map must be an object that is not empty")])
-    shards = {
-        str(shard): shard for shard in listed.values()
-    }  # by text, so that whatever is not a string is refused below
+    shards = {str(shard): shard for shard in listed.values()}  # as text, so that anything but a string is refused below
     return listed, [check_shard_name(shard, index) for shard in shards.values()]
 
 

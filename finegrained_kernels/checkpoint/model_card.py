@@ -1,4 +1,4 @@
-"""The section that compressed checkpoints have in their model card: what it is, and what reads it."""
+"""The section that compressed checkpoints have in their model card. It says what they are, and what reads them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def has_section(card: bytes) -> bool:
 
 
 def with_section(card: bytes, planes: Iterable[Plane], tensors: Mapping[str, TensorInfo]) -> bytes:
-    """A model card, which may be empty, with the section at its end; instead of one that it has already.
+    """A model card, which may be empty, with the section at its end; an older section is replaced.
 
-    ``planes`` are the compressed ones, ``tensors`` the entries of all tensors that they consist of.
+    ``planes`` are the compressed planes, ``tensors`` the entries of all tensors in which they are stored.
     """
     planes = list(planes)
     text = _TEXT.format(

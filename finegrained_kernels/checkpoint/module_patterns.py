@@ -1,4 +1,4 @@
-"""How configs name modules: exact names, names of their parents, shell patterns, `re:` expressions, and classes."""
+"""How configs refer to modules: exact names, names of their parents, shell patterns, `re:` expressions, and classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLASS = re.compile(r"[A-Z]\w*")
 
 
 class Match(IntEnum):
-    """How closely a pattern names a module; of several that do, the closest counts."""
+    """How closely a pattern matches a module. If several do, the closest counts."""
 
     NONE = 0
     CLASS = 1
@@ -25,19 +25,20 @@ class Match(IntEnum):
 class ModulePatterns:
     """Patterns for modules, as a config lists them.
 
-    `re:` expressions match from a name's start on, as in compressed-tensors; shell patterns match a module or one
-    that it is in; a name means the module and all in it; a name such as "Linear" is a class.
+    `re:` expressions match from the start of a name, as in compressed-tensors. Shell patterns match a module or one
+    that contains it. A name means a module and everything in it. A name such as "Linear" is a class.
 
     Attributes:
         patterns: as written.
 
     Raises:
-        re.error: a `re:` pattern is not an expression; the only fault, as any text names something.
+        re.error: a `re:` pattern is not a regular expression. Nothing else can be wrong, because any other text is a
+            name.
     """
 
     def __init__(self, patterns: Sequence[str], *, nested: bool = False, inside: bool = False) -> None:
-        """``nested``: the config is the text model's own, whose names may lack what wraps it; ``inside``: a name may
-        also leave out what a module is in, as transformers' `modules_to_not_convert` does."""
+        """``nested``: the config is the text model's own, so its names may lack the prefix of the multimodal model.
+        ``inside``: names may also lack the parents of a module, as in transformers' `modules_to_not_convert`."""
         self.patterns = tuple(patterns)
         self._nested, self._inside = nested, inside
         self._names: dict[str, str] = {}
@@ -55,7 +56,7 @@ class ModulePatterns:
                 self._names[pattern] = self._names[unwrapped(pattern)] = pattern
 
     def match(self, module: str, module_class: str) -> Match:
-        """How closely any of the patterns names this module."""
+        """How closely any of the patterns matches this module."""
         found = self.closest_name(module)
         if found is not None:
             return found[0]
@@ -70,7 +71,8 @@ class ModulePatterns:
         return Match.CLASS if module_class in self._classes else Match.NONE
 
     def closest_name(self, module: str) -> tuple[Match, str] | None:
-        """The longest name that is the module's, or of something that it is in, and which of the two; as written."""
+        """The longest pattern that is the name of the module or of one that contains it, as written, and which of the
+        two it is."""
         for form in (module, unwrapped(module)):
             for parent in _with_parents(form):
                 if parent in self._names:
@@ -79,13 +81,13 @@ class ModulePatterns:
 
 
 def unwrapped(module: str) -> str:
-    """A module's name without what multimodal models wrap around their text model, in either order."""
+    """A module's name without the prefixes that multimodal models put before their text model, in either order."""
     parts = [part for part in module.split(".") if part != "language_model"]
     return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "model" else parts) or module
 
 
 def is_name(pattern: str) -> bool:
-    """Whether a pattern is a module's own name, and nothing that may match several."""
+    """Whether a pattern is the name of a single module, and cannot match several."""
     return not (pattern.startswith(_REGEX) or _GLOB.search(pattern) or _CLASS.fullmatch(pattern))
 
 

@@ -1,4 +1,5 @@
-"""Which tensors of a checkpoint are NVFP4 scale planes, from names, dtypes and shapes in the headers alone."""
+"""Finds out which tensors of a checkpoint are NVFP4 scale planes, from names, dtypes and shapes in the headers
+alone."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ GROUP = 16
 """How many weights along K share a scale."""
 
 _SCALE = "weight_scale"
-# What names of a layer's tensors end in, after the module and "." (a layer's own) or "_" (of a stack of experts, whose
-# weight is itself called as the projection): weights and second-level scales; ModelOpt's, compressed-tensors'.
+# How the names of a layer's tensors end, after the module and "." (for a layer's own tensors) or "_" (for a stack of
+# experts, whose weight itself has the projection's name): weights and second-level scales, of ModelOpt and of
+# compressed-tensors.
 _KINDS = {
     ".": ((".weight", "weight_scale_2"), (".weight_packed", "weight_global_scale")),
     "_": (("", "weight_scale_2"), ("_weight_packed", "weight_global_scale"), ("_packed", "weight_global_scale")),
@@ -31,16 +33,16 @@ _STACKED = re.compile(r".*\bexperts\.[^.]+")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 Located = Mapping[str, tuple[str, TensorInfo]]
-"""Every tensor of a checkpoint: its shard and its entry."""
+"""The shard and the header entry of every tensor of a checkpoint, by name."""
 
 
 class Plane(NamedTuple):
-    """One NVFP4 scale plane of ``rows`` by ``cols`` bytes, dense or compressed; ``module`` has the weight.
+    """One NVFP4 scale plane of ``rows`` by ``cols`` bytes, dense or compressed. Its weight belongs to ``module``.
 
     Attributes:
         weight, scale, global_scale: names of the packed weight, of the dense scales, and of the second-level scale.
-        part: which of a stack's experts this is, where one tensor, `[E, N, ...]` or `[E * N, ...]`, has all of them;
-            None where the tensors are this plane's alone.
+        part: the number of the expert in a stack, if one tensor, `[E, N, ...]` or `[E * N, ...]`, has all of them; None
+            if the plane has tensors of its own.
     """
 
     module: str
@@ -59,32 +61,32 @@ class Plane(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes when dense."""
+        """Size in bytes when dense."""
         return self.rows * self.cols
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that hold it."""
+        """Names of the tensors that store it."""
         return (self.name + FIXED, self.name + EXCEPTIONS) if self.compressed else (self.scale,)
 
     @property
     def scale_begin(self) -> int:
-        """The first of its bytes in the tensor of dense scales."""
+        """Offset of its first byte in the tensor of dense scales."""
         return (self.part or 0) * self.nbytes
 
     @property
     def weight_begin(self) -> int:
-        """The first byte of its packed weight in the tensor of that name."""
+        """Offset of the first byte of its packed weight in the tensor of weights."""
         return (self.part or 0) * self.nbytes * (GROUP // 2)
 
     @property
     def global_scale_divides(self) -> bool:
-        """Whether the second-level scale is a divisor, as compressed-tensors' is, and not a multiplier."""
+        """Whether the second-level scale is a divisor, as in compressed-tensors, and not a multiplier."""
         return self.global_scale.endswith("weight_global_scale")
 
     @property
     def input_scale(self) -> str:
-        """The name of the scale of its activations, if there is one."""
+        """The name that the scale of its activations has, if there is one."""
         kind = "weight_global_scale" if self.global_scale_divides else "weight_scale_2"
         return self.global_scale.removesuffix(kind) + _INPUTS[kind]
 
@@ -93,7 +95,7 @@ class Plane(NamedTuple):
 
     @property
     def expert(self) -> tuple[str, int, str] | None:
-        """``("<prefix>.experts", expert, projection)``, None for what is no expert's."""
+        """``("<prefix>.experts", expert, projection)``; None if it does not belong to an expert."""
         if self.part is None:
             return split_expert(self.module)
         experts, _, projection = self.module.rpartition(".")
@@ -101,41 +103,41 @@ class Plane(NamedTuple):
 
     @property
     def layer_module(self) -> str:
-        """What config.json names: the experts of a layer together, any other module by itself."""
+        """The module that config.json lists: the experts of a layer together, any other module by itself."""
         expert = self.expert
         return expert[0] if expert else self.module
 
 
 def split_expert(module: str) -> tuple[str, int, str] | None:
-    """``("<prefix>.experts", expert, projection)`` of an expert's module, None for any other."""
+    """``("<prefix>.experts", expert, projection)`` for an expert's module; None for any other."""
     match = _EXPERT.fullmatch(module)
     return (match["experts"], int(match["e1"] or match["e2"]), match["p1"] or match["p2"]) if match else None
 
 
 def is_stack(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor has the weights of several experts, one on the other."""
+    """Whether a tensor has the weights of several experts, stacked."""
     return len(shape) == 3 and _STACKED.fullmatch(name.removesuffix(".weight")) is not None
 
 
 def layer_of(module: str) -> str:
-    """The experts of a layer, for the module of one of them; any other module is itself a layer."""
+    """For the module of an expert, the experts of its layer; any other module is returned as it is."""
     expert = split_expert(module)
     return expert[0] if expert else module
 
 
 def layer_number(module: str) -> int | None:
-    """The layer that a module is in; with nested lists of layers, the innermost."""
+    """The number of the layer that contains a module; if lists of layers are nested, of the innermost."""
     numbers = _LAYER.findall(module)
     return int(numbers[-1]) if numbers else None
 
 
 def find_planes(located: Located) -> tuple[dict[str, Plane], list[Fault]]:
-    """Every NVFP4 scale plane by name, and what is wrong with others that claim to be one.
+    """Every NVFP4 scale plane by name, and the faults of others that claim to be one.
 
     A `weight_scale` belongs to NVFP4 if its weight is U8 or I8 `[N, K/2]`; it must then be F8_E4M3 `[N, K/16]`, or a
-    compressed pair for that geometry, and have a second-level scale. One that is not F8_E4M3 and has none is of another
-    format. Geometry is never inferred from the scales. A
-    stack of experts, `[E, N, K/2]` or, with `E` second-level scales, `[E * N, K/2]`, has a plane for each.
+    compressed pair for that geometry, and have a second-level scale. If it is not F8_E4M3 and has no second-level
+    scale, it belongs to another format. Geometry is never inferred from the scales. A stack of experts, `[E, N, K/2]`
+    or, with `E` second-level scales, `[E * N, K/2]`, has a plane for each expert.
     """
     planes: dict[str, Plane] = {}
     faults: list[Fault] = []
@@ -149,7 +151,7 @@ def find_planes(located: Located) -> tuple[dict[str, Plane], list[Fault]]:
                 faults.append(Fault(located[name][0], name, f"unpaired: the checkpoint has no {scale}{FIXED}"))
             continue
         scale = name.removesuffix(FIXED)
-        if scale != name and not scale.endswith(_SCALE):  # of a stack: the scale's name, and which expert
+        if scale != name and not scale.endswith(_SCALE):  # for a stack: the scale's name, and the expert's number
             stacks.setdefault(scale.rpartition(".")[0], []).append(name)
             continue
         for plane in _describe(scale, name, located, faults):
@@ -163,7 +165,7 @@ def find_planes(located: Located) -> tuple[dict[str, Plane], list[Fault]]:
 
 
 def group_by_scale(planes: Iterable[Plane]) -> dict[str, list[Plane]]:
-    """Planes by their tensor of dense scales: one each, or all of a stack, in its order."""
+    """Planes grouped by their tensor of dense scales: a single plane, or all planes of a stack in order."""
     groups: dict[str, list[Plane]] = {}
     for plane in planes:
         groups.setdefault(plane.scale, []).append(plane)
@@ -171,13 +173,14 @@ def group_by_scale(planes: Iterable[Plane]) -> dict[str, list[Plane]]:
 
 
 def replaced_by(fixed: str, tensors: Collection[str]) -> str:
-    """Which of the source's ``tensors`` a fixed stream took the place of: its scales, or a stack that they are in."""
+    """The one of the source's ``tensors`` that a fixed stream has replaced: its scales, or a stack that contains
+    them."""
     scale = fixed.removesuffix(FIXED)
     return scale if scale in tensors else scale.rpartition(".")[0]
 
 
 def select(planes: Mapping[str, Plane], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Names of the planes whose scales match a pattern of ``include`` (none: all) and none of ``exclude``."""
+    """Names of the planes whose scales match a pattern of ``include`` (all, if it is empty) and none of ``exclude``."""
 
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -190,7 +193,8 @@ def select(planes: Mapping[str, Plane], include: Sequence[str], exclude: Sequenc
 
 
 def _describe(scale: str, first: str, located: Located, faults: list[Fault]) -> Sequence[Plane]:
-    """The planes of the scales called ``scale``, of which ``first`` is a tensor; none, and a fault, if wrong."""
+    """The planes of the scales called ``scale``, one of whose tensors is ``first``; if something is wrong, none, and a
+    fault."""
     compressed = first != scale
 
     def fault(message: str, tensor: str = first) -> Sequence[Plane]:
@@ -242,7 +246,7 @@ def _describe(scale: str, first: str, located: Located, faults: list[Fault]) -> 
 
 
 def _wire_problem(plane: Plane, located: Located) -> Fault | None:
-    """What is wrong with a compressed plane's two tensors."""
+    """What is wrong with a compressed plane's two tensors, or None."""
     fixed, exceptions = plane.tensors
     for name, other in ((fixed, exceptions), (exceptions, fixed)):
         if name not in located:

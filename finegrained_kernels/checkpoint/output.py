@@ -1,4 +1,4 @@
-"""What every command that fills a directory does: checks before, and shards worked on side by side."""
+"""What every command that fills a directory does: check first, then process shards in parallel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from finegrained_kernels.checkpoint.stream import LOCK_SUFFIX, Stopped, locked
 Shard = TypeVar("Shard")
 
 DEFAULT_JOBS = min(max(2, (os.cpu_count() or 1) // 2), 8)
-"""Shards at a time on the command line: one for every two cores, as hashing and writing run beside encoding; at least
-two, so that one is encoded while another is hashed; at most eight, for the sake of memory."""
+"""The default number of shards at a time: one for every two cores, because hashing and writing run beside encoding; at
+least two, so that one is encoded while another is hashed; at most eight, to limit memory."""
 
 
 def check_request(jobs: int, device: str) -> None:
-    """Raise before anything is written if a command cannot run like this."""
+    """Raise, before anything is written, if a command cannot run with these options."""
     import torch
 
     if jobs < 1:
@@ -36,7 +36,7 @@ def check_request(jobs: int, device: str) -> None:
 
 
 def check_space(root: Path, needed: int) -> None:
-    """Raise before anything is written if ``needed`` bytes cannot fit."""
+    """Raise, before anything is written, if ``needed`` bytes do not fit."""
     free = shutil.disk_usage(root).free
     if needed > free:
         raise CheckpointError(f"{root} has {free} bytes free, at least {needed} are needed")
@@ -45,8 +45,8 @@ def check_space(root: Path, needed: int) -> None:
 def for_each_shard(shards: Sequence[str], work: Path, jobs: int, handle: Callable[[str, Event], None]) -> None:
     """Call ``handle(shard, stop)`` for each shard, ``jobs`` at a time, sharing them with other processes.
 
-    Each shard is handled under a lock. One that another process holds is handled last, when that process is done with
-    it: ``handle`` must see what is finished. Failures are those of `run_shards`.
+    Each shard is handled under a lock. If another process holds it, the shard is handled last, once that process is
+    done with it, so ``handle`` must recognize finished shards. Errors are those of `run_shards`.
     """
     locks = {shard: work / f"{i}{LOCK_SUFFIX}" for i, shard in enumerate(shards)}
     held_elsewhere: list[str] = []
@@ -68,7 +68,7 @@ def for_each_shard(shards: Sequence[str], work: Path, jobs: int, handle: Callabl
 
 
 def run_shards(shards: Sequence[Shard], jobs: int, call: Callable[[Shard, Event], None]) -> None:
-    """Call ``call(shard, stop)`` for each shard, ``jobs`` at a time; after a failure, or an interruption, set ``stop``
+    """Call ``call(shard, stop)`` for each shard, ``jobs`` at a time. After an error or an interruption, set ``stop``
     and raise the first error."""
     stop = Event()
 
@@ -94,7 +94,7 @@ def run_shards(shards: Sequence[Shard], jobs: int, call: Callable[[Shard, Event]
 
 
 class _TorchThreads:
-    """How many threads torch had before the first `one_torch_thread` context that is still open."""
+    """The number of threads that torch had before the first `one_torch_thread` context that is still open."""
 
     lock = Lock()
     open_contexts = 0
@@ -103,10 +103,10 @@ class _TorchThreads:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Keep torch's operators on the thread that calls them: shards and streams are what runs in parallel here.
+    """Keep torch's operators on the thread that calls them, because here shards and streams run in parallel.
 
-    Contexts of several threads may overlap. torch keeps a number for each thread, and one for threads to come: every
-    context puts back for its own thread, and the last one for those to come, what there was before the first.
+    Contexts of several threads may overlap. torch has a number for each thread, and one for new threads. Every context
+    restores that of its own thread, and the last context that of new threads, to what it was before the first.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""What files in a checkpoint may be called: one rule for all indices, manifests, records and jobs, and one for links.
+"""Which names files in a checkpoint may have: one rule for all indices, manifests, records and jobs, and one for links.
 
-A checkpoint comes from strangers. Whatever names a file in it is checked here before the name is joined to a directory.
+A checkpoint comes from strangers. Every file name in it is checked here before it is joined to a directory.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, printable
 
 WORK = ".incomplete"
-"""Folder of a directory that is not finished: what is in it belongs to the command that fills the directory."""
+"""A folder in directories that are not finished. Its contents belong to the command that fills the directory."""
 DIGESTS = "csf_digests"
-"""Folder of the records that `compress` leaves."""
+"""The folder of the records that `compress` leaves."""
 
 _MAX_BYTES = 1024
 _MAX_PART_BYTES = 240
-"""Of one part: 255 that file systems take, less what is added to it while a file is written."""
+"""The most bytes in one part of a path: the 255 that file systems allow, minus what is added while a file is
+written."""
 
 
 def check_inside(name: object, file: str) -> str:
-    """``name``, which ``file`` has, if it is the plain path of a file inside the checkpoint.
+    """``name``, which occurs in ``file``, if it is the plain path of a file inside the checkpoint.
 
-    Plain: relative, with no part that is empty, `.` or `..`, and one that every system takes for the same.
+    A plain path is relative, has no part that is empty, `.` or `..`, and means the same on every system.
 
     Raises:
-        CheckpointError: it is not; names ``file`` and ``name``.
+        CheckpointError: it is not. The message names ``file`` and ``name``.
     """
     if problem := _problem(name):
         raise CheckpointError([Fault(printable(file), None, f"names the file {shown(name)}, which {problem}")])
@@ -36,7 +37,7 @@ def check_inside(name: object, file: str) -> str:
 
 
 def check_name(name: object, file: str) -> str:
-    """`check_inside`, and neither hidden nor in a folder of ours: what a checkpoint's own files may be called."""
+    """`check_inside` for a checkpoint's own files, which are neither hidden nor in one of our folders."""
     name = check_inside(name, file)
     parts = name.split("/")
     if parts[0] in (WORK, DIGESTS):
@@ -70,17 +71,18 @@ def _problem(name: object) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value from a checkpoint as a message shows it: on one line, quoted, and cut if it is long."""
+    """A value from a checkpoint as messages show it: on one line, quoted, and cut if it is long."""
     text = ascii(value)[:2000] if isinstance(value, str) and not value.isprintable() else repr(value)[:2000]
     return text if len(text) <= 120 else f"{text[:100]}..."
 
 
 def own_files(root: Path) -> Iterator[str]:
-    """Paths of all files below ``root`` that are not hidden, in a fixed order: what a copy of a checkpoint consists of.
+    """Paths of all files below ``root`` that are not hidden, in a fixed order. A copy of a checkpoint consists of
+    these.
 
     Raises:
-        CheckpointError: a name that `check_inside` refuses, something that is neither file nor directory, or a link
-            that `check_link` refuses.
+        CheckpointError: `check_inside` refuses a name, `check_link` refuses a link, or something is neither a file nor
+            a directory.
     """
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
@@ -94,10 +96,10 @@ def own_files(root: Path) -> Iterator[str]:
 
 
 def check_link(root: Path, name: str) -> None:
-    """Raise if a file of the checkpoint, or a folder on the way to it, is a link that leads out of the checkpoint.
+    """Raise if a file of the checkpoint, or a folder that contains it, is a link that leads out of the checkpoint.
 
-    What such a link points to would become part of every copy. The hub's cache is the exception: there, a snapshot's
-    files are links into the `blobs` beside `snapshots`.
+    The target of such a link would become part of every copy. The hub's cache is an exception: there, a snapshot's
+    files are links into `blobs`, beside `snapshots`.
     """
     path = root / name
     if not any(part.is_symlink() for part in (path, *_between(root, name))):

@@ -1,4 +1,4 @@
-"""A picture of what `inspect` says: exceptions by layer, and bytes by kind of tensor."""
+"""Draws what `inspect` reports: exceptions by layer, and bytes by kind of tensor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from finegrained_kernels.checkpoint.names import layer_number
 
 
 def draw(report: InspectReport, path: Path) -> None:
-    """Draw the report to ``path``, in the format that its suffix names.
+    """Draw the report to ``path``, in the format of its suffix.
 
     Raises:
-        CheckpointError: matplotlib is not installed, it does not know the suffix, or the file cannot be written.
+        CheckpointError: matplotlib is not installed or does not know the suffix, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The files around the shards: copied, or rewritten for the shards as they are now. The last step of `compress`."""
+"""The last step of `compress`: copies the files other than shards, or rewrites them to match the new shards."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from finegrained_kernels.checkpoint.wire import CODEC
 
 
 def other_files(checkpoint: Checkpoint) -> Iterator[str]:
-    """Paths of a source's files that are neither shards nor hidden, in a fixed order. Shards are checked, too.
+    """Paths of a source's files that are neither shards nor hidden, in a fixed order. The names of shards are checked
+    too.
 
     Raises:
-        CheckpointError: a name or a link that no copy of the checkpoint may have (paths.py).
+        CheckpointError: a copy of the checkpoint may not have such a name or link (paths.py).
     """
     for shard in checkpoint.headers:
         check_link(checkpoint.root, shard)
@@ -45,16 +46,16 @@ def other_files(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def rewritten_files(checkpoint: Checkpoint) -> list[str]:
-    """Those of `other_files` that say something about the shards, and so are kept twice: as they were, and as they are.
+    """Those of `other_files` that say something about the shards, and so are kept twice: as they were, and rewritten.
 
-    The model card is among them: it gains a section, and whoever publishes the result may change it further.
+    The model card is one of them: it gains a section, and whoever publishes the result may change it further.
     """
     names = [CONFIG, HF_QUANT_CONFIG, checkpoint.layout.index, CARD]
     return [name for name in names if name is not None and (checkpoint.root / name).exists()]
 
 
 def marked_files(source: Checkpoint, planes: Mapping[str, Plane], compressed: set[str]) -> dict[str, bytes]:
-    """config.json, and hf_quant_config.json if there is one, with the modules ``compressed`` marked."""
+    """config.json, and hf_quant_config.json if there is one, in which the modules ``compressed`` are marked."""
     entries = layer_entries(source.quantization, planes.values(), source.located)
     divide = any(plane.global_scale_divides for plane in planes.values())
     config = mark_config(source.config or {}, source.quantization, entries, compressed, globals_divide=divide)
@@ -66,7 +67,7 @@ def marked_files(source: Checkpoint, planes: Mapping[str, Plane], compressed: se
 
 
 def publish(source: Checkpoint, planes: Mapping[str, Plane], job: Job, destination: Path, work: Path) -> None:
-    """Write every file but the shards; the index, or the container's description, last."""
+    """Write every file except the shards; the index, or the container's description, comes last."""
     headers = {shard: read_header(destination / path, path) for shard, path in job.shards.items()}
     metadata = destination / "metadata" if job.layout == CONTAINER_LAYOUT else destination
     for name, digest in job.rewritten.items():
@@ -96,7 +97,7 @@ def publish(source: Checkpoint, planes: Mapping[str, Plane], job: Job, destinati
 
 
 def new_index(index: Mapping, headers: Mapping[str, Header], planes: Mapping[str, Sequence[Plane]]) -> dict:
-    """The source's index with each compressed scale's tensors in its place, and the new total size."""
+    """The source's index, with each compressed scale replaced by its tensors, and with the new total size."""
     weight_map = {}
     for name, shard in index["weight_map"].items():
         tensors = headers[shard].tensors

@@ -1,4 +1,5 @@
-"""The layouts that `quantize` writes: tensors' names, whose globals divide, and what config.json says."""
+"""The layouts that `quantize` writes: the names of tensors, whether globals are divisors, and the content of
+config.json."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class QuantizedLayout:
 
     Attributes:
         method: `quant_method` in config.json.
-        weight, global_scale, input_scale: the last parts of tensors' names.
+        weight, global_scale, input_scale: the last parts of the tensors' names.
         globals_divide: whether `global_scale` and `input_scale` are divisors, of shape [1], instead of multipliers.
     """
 
@@ -33,7 +34,8 @@ class QuantizedLayout:
     globals_divide: bool
 
     def tensors(self, module: str, rows: int, cols: int, *, has_input: bool) -> list[NewTensor]:
-        """What a weight ``[rows, cols]`` of ``module`` becomes: codes, scales, global, and, asked for, input scale."""
+        """What a weight ``[rows, cols]`` of ``module`` becomes: codes, scales, a global, and an input scale if there is
+        one."""
         shape = (1,) if self.globals_divide else ()
         new: list[NewTensor] = [
             (f"{module}.{self.weight}", "U8", (rows, cols // 2)),
@@ -45,8 +47,8 @@ class QuantizedLayout:
     def config(
         self, config: Mapping[str, Any], quantized: Collection[str], others: Collection[str], *, has_input: bool
     ) -> dict[str, Any]:
-        """config.json of a checkpoint whose modules ``quantized`` are NVFP4, and ``others``, its other linear layers,
-        are not. Without input scales they are weight-only."""
+        """config.json of a checkpoint in which the modules ``quantized`` are NVFP4, and ``others``, the other linear
+        layers, are not. Without input scales, NVFP4 layers are weight-only."""
         if self.globals_divide:
             document = copy.deepcopy(dict(config))
             document["quantization_config"] = _groups(others, has_input)
@@ -78,7 +80,7 @@ def layout_of(method: str) -> QuantizedLayout:
 
 
 def _groups(others: Collection[str], has_input: bool) -> dict[str, Any]:
-    """As llm-compressor writes it for its schemes "NVFP4" and "NVFP4A16"."""
+    """`config_groups` as llm-compressor writes it for its schemes "NVFP4" and "NVFP4A16"."""
     scheme = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
     group = {
         "targets": ["Linear"],

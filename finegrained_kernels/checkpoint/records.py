@@ -1,4 +1,4 @@
-"""The digest records that `compress` leaves beside a checkpoint, in `csf_digests/`, for `verify` and `restore`.
+"""The digest records that `compress` writes into `csf_digests/` of a checkpoint, for `verify` and `restore`.
 
 - `job.json`: what was compressed and how; SHA-256 of every other file.
 - `shards/<shard>.json`, one a source shard, written when that shard is finished: the source file's SHA-256 and header,
@@ -6,8 +6,8 @@
 - `source/`: the small files that were rewritten (config.json, the index), as they were.
 - `written.json`, once all is done: SHA-256 of config.json and hf_quant_config.json as they are now.
 
-Nothing in them depends on a clock, a machine or how often a run was interrupted. Each ends in a digest of itself, so
-that a bit that flips in one is noticed, also where nothing else would contradict it.
+Nothing in them depends on a clock, a machine, or how often a run was interrupted. Each ends with a digest of itself, so
+that a flipped bit is noticed even if nothing else contradicts it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from finegrained_kernels.checkpoint.stream import write_file
 
 SCHEMA = "finegrained-kernels-csf-digests/3"
 _BEFORE = "finegrained-kernels-csf-digests/2"
-"""Of an earlier version: without digests of the records themselves, and `source_headers`."""
+"""The schema of an earlier version, without digests of the records themselves and without `source_headers`."""
 _JOB = f"{DIGESTS}/job.json"
 WRITTEN = f"{DIGESTS}/written.json"
 
@@ -39,11 +39,11 @@ class Job:
     """One compression.
 
     Attributes:
-        source_bytes: of all source shards.
-        source_headers: SHA-256 over names, sizes and headers of all source shards; None in an earlier version's.
-        layout, family, include, exclude: as asked for.
-        shards: path of each compressed shard, by path of its source.
-        rewritten: SHA-256 of the source's files that `csf_digests/source/` keeps, by path.
+        source_bytes: size of all source shards.
+        source_headers: SHA-256 of names, sizes and headers of all source shards; None in records of an earlier version.
+        layout, family, include, exclude: the options of the call.
+        shards: path of each compressed shard, by the path of its source.
+        rewritten: SHA-256 of the source's files that are kept in `csf_digests/source/`, by path.
         copied: SHA-256 of all other files, by path in the source.
     """
 
@@ -61,7 +61,7 @@ class Job:
         return asdict(self)
 
     def is_same(self, other: Job) -> bool:
-        """Whether both are of one source, as far as a job tells, and with the same options."""
+        """Whether both have the same options and, as far as a job tells, the same source."""
         if None in (self.source_headers, other.source_headers):
             return replace(self, source_headers=None) == replace(other, source_headers=None)
         return self == other
@@ -72,14 +72,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of one source shard.
+    """What is known about one source shard.
 
     Attributes:
         file, nbytes, sha256: the source file's path, size and SHA-256.
-        header: its header's text with padding, which with the data makes the file.
+        header: text and padding of its header, which together with the data makes up the file.
         tensors: CRC-32 of every tensor of the source, by name.
-        components: CRC-32 of the tensors that took the compressed scales' place, by name.
-        dense: why each tensor of scales that was asked for is not compressed, by name.
+        components: CRC-32 of the tensors that replaced compressed scales, by name.
+        dense: for every requested tensor of scales that is not compressed, by name, the reason.
         file_sha256: SHA-256 of the compressed file, for the container's `SHA256SUMS`; None in the other layout.
     """
 
@@ -93,7 +93,7 @@ class Record:
     file_sha256: str | None
 
     def expected_tensors(self) -> dict[str, int]:
-        """CRC-32 of every tensor of this shard once compressed."""
+        """CRC-32 of every tensor of this shard after compression."""
         replaced = {replaced_by(name, self.tensors) for name in self.components if name.endswith(FIXED)}
         return {name: value for name, value in self.tensors.items() if name not in replaced} | self.components
 
@@ -115,7 +115,7 @@ def source_name(file: str) -> str:
 
 
 def source_identity(headers: Mapping[str, Header]) -> str:
-    """SHA-256 over all shards' names, sizes and headers. Their data is in the records' digests."""
+    """SHA-256 of all shards' names, sizes and headers. Their data is covered by the records' digests."""
     digest = hashlib.sha256()
     for shard, header in sorted(headers.items()):
         own = hashlib.sha256(header.raw).hexdigest()
@@ -124,10 +124,10 @@ def source_identity(headers: Mapping[str, Header]) -> str:
 
 
 def read_job(root: Path) -> Job | None:
-    """The checked job of the checkpoint in ``root``, None if it has no records.
+    """The job of the checkpoint in ``root``, checked; None if it has no records.
 
     Raises:
-        CheckpointError: it is damaged, or names a file that lies elsewhere or in a folder of ours.
+        CheckpointError: it is damaged, or names a file outside of the checkpoint or in one of our folders.
     """
     if not (root / _JOB).exists():
         return None
@@ -149,7 +149,7 @@ def read_job(root: Path) -> Job | None:
 
 
 def read_record(root: Path, shard: str) -> Record:
-    """The checked record of source shard ``shard``; a `CheckpointError` says if it does not exist or is damaged."""
+    """The record of source shard ``shard``, checked. Raises `CheckpointError` if it does not exist or is damaged."""
     name = record_name(shard)
     if not (root / name).exists():
         raise CheckpointError([Fault(name, None, "does not exist: compress has not finished this shard")])
@@ -160,17 +160,17 @@ def read_record(root: Path, shard: str) -> Record:
         raise CheckpointError([Fault(name, None, f"is of the file {shown(record.file)}, expected {shown(shard)}")])
     for digest in (record.sha256, *([] if record.file_sha256 is None else [record.file_sha256])):
         _check_digest(digest, name)
-    record.source_header()  # raises if it is none
+    record.source_header()  # raises if it is not a header
     return record
 
 
 def write_written(digests: Mapping[str, str], root: Path, work: Path) -> None:
-    """Keep SHA-256 of the files that say which layers are compressed, by name, as they were written."""
+    """Store the SHA-256, by name, of the files that say which layers are compressed, as they were written."""
     write_file(root / WRITTEN, _dump_fields({"files": dict(digests)}), work, WRITTEN)
 
 
 def read_written(root: Path) -> dict[str, str] | None:
-    """What `write_written` kept, None if there is nothing."""
+    """What `write_written` stored; None if there is nothing."""
     if not (root / WRITTEN).exists():
         return None
     files = _read(root, WRITTEN, ("files",))["files"]
@@ -242,11 +242,11 @@ def _check_digest(value: Any, name: str) -> None:
 
 
 def _read(root: Path, name: str, fields: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of a job or record, once its bytes are those that were written."""
+    """The fields of a job or record, after checking that its bytes are those that were written."""
     document = read_json(root / name, name)
     schema = document.pop("schema", None)
-    digest = document.pop("digest", None)  # compared below, with all the rest
-    if schema == _BEFORE and digest is not None:  # one bit is all that these two differ by
+    digest = document.pop("digest", None)  # compared below, with everything else
+    if schema == _BEFORE and digest is not None:  # the two schemas differ by a single bit
         raise CheckpointError([Fault(name, None, f"schema {schema}, but with a digest, which came with {SCHEMA}")])
     if schema not in (SCHEMA, _BEFORE):
         raise CheckpointError([Fault(name, None, f"schema {shown(schema)}, expected {SCHEMA}")])

@@ -1,4 +1,4 @@
-"""`restore`: the original checkpoint, byte for byte, from a compressed one and its digest records."""
+"""`restore`: writes the original checkpoint, byte for byte, from a compressed one and its digest records."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from finegrained_kernels.checkpoint.stream import (
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What `restore` did: shards, those an earlier run had restored, and bytes of all of them."""
+    """What `restore` did: the number of shards, how many of them an earlier run had restored, and the bytes of all."""
 
     shards: int
     resumed: int
@@ -51,14 +51,14 @@ def restore(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> RestoreReport:
-    """Write the checkpoint that ``checkpoint`` was compressed from, every file byte for byte as it was.
+    """Write the checkpoint from which ``checkpoint`` was compressed, every file byte for byte as it was.
 
-    Works from tensor names, so that a compressed checkpoint may have been sharded anew since. Each file has its
-    original SHA-256 before it gets its name. Run it again after an interruption to resume.
+    Tensors are found by name, so a compressed checkpoint may have been resharded. No file gets its name before its
+    SHA-256 is that of the original. Run it again after an interruption to resume.
 
     Raises:
-        CheckpointError: no digest records, a tensor that is missing or malformed, or a file whose SHA-256 is not the
-            original's: then naming the tensors that are not. No such file is left.
+        CheckpointError: there are no digest records, a tensor is missing or malformed, or a file's SHA-256 is not that
+            of the original; the message then names the tensors that differ. Such a file is not kept.
     """
     from finegrained_kernels import load
 
@@ -74,7 +74,7 @@ def restore(
     digests = {record.file: record.sha256 for record in records.values()} | job.rewritten | job.copied
 
     def is_ours() -> bool:
-        """Whether all that the destination holds is what would be restored: then a run has restored it before."""
+        """Whether everything in the destination is what would be restored, so that an earlier run has restored it."""
         files = {path.relative_to(destination).as_posix(): path for path in destination.rglob("*") if not path.is_dir()}
         return all(
             name in digests and path.is_file() and file_sha256(path) == digests[name]
@@ -105,7 +105,7 @@ def restore(
 
 
 def restored_bytes(checkpoint: str | Path) -> int:
-    """Bytes of the shards that `restore` would write."""
+    """Size of the shards that `restore` would write, in bytes."""
     return _read_job(Path(checkpoint)).source_bytes
 
 
@@ -122,7 +122,7 @@ def _read_job(root: Path) -> Job:
 
 @dataclass(frozen=True)
 class _Restoring:
-    """What restoring any shard needs."""
+    """What is needed to restore any shard."""
 
     bundle: ModuleType
     checkpoint: Checkpoint
@@ -135,7 +135,7 @@ class _Restoring:
     def restore_shard(self, record: Record, stop: Event) -> None:
         header = record.source_header()
         digest = hashlib.sha256()
-        here = self.checkpoint.root / self.job.shards[record.file]  # gone if the checkpoint was sharded anew
+        here = self.checkpoint.root / self.job.shards[record.file]  # does not exist if the checkpoint was resharded
         with (
             TensorReader(self.checkpoint) as reader,
             AtomicFile(
@@ -160,7 +160,7 @@ def _check_complete(records: Iterable[Record], checkpoint: Checkpoint) -> None:
 
 
 def _differing(path: Path, header: Header, record: Record, stop: Event) -> list[Fault]:
-    """The tensors of a file that are not what the record says, once the file as a whole is known not to be."""
+    """The tensors of a file that do not match the record, once it is known that the file as a whole does not."""
     read_header(path, record.file)
     sums = TensorChecksums(header.in_data_order())
     with opened(path, record.file) as fd, Fanout([sums.update], stop, lambda _: None) as stream:
@@ -183,7 +183,7 @@ def _restore_files(checkpoint: Checkpoint, job: Job, destination: Path, work: Pa
 
 
 def _sources(checkpoint: Checkpoint, job: Job) -> dict[str, str]:
-    """Where in the checkpoint each file lies that is restored as it is."""
+    """Where in the checkpoint each file is that can be restored as it is."""
     metadata = checkpoint.metadata_dir.relative_to(checkpoint.root)
     return {name: (metadata / name).as_posix() for name in job.copied} | {
         name: source_name(name) for name in job.rewritten

@@ -1,8 +1,8 @@
-"""One shard, from its source to its compressed form.
+"""Compresses one shard.
 
-A shard is read twice: its scale planes first, to know what they compress to and so where everything lies, then all of
-it, once, in chunks, which are hashed and, but for the scales, written. Compressed scales wait in a file meanwhile, so
-that memory holds a few planes of them, however many a shard has.
+A shard is read twice: first its scale planes, to know their compressed sizes and so where everything will be; then all
+of it, in chunks, which are hashed and, except for the scales, written. Compressed scales wait in a file meanwhile, so
+that only a few planes of them are in memory, however many a shard has.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardWork:
-    """What compressing any shard of a job needs."""
+    """What is needed to compress any shard of a job."""
 
     bundle: ModuleType
     source: Checkpoint
@@ -55,7 +55,7 @@ class ShardWork:
 
     @cached_property
     def by_scale(self) -> dict[str, list[Plane]]:
-        """The selected planes by their tensor of dense scales, which a stack of experts shares."""
+        """The selected planes by their tensor of dense scales, which the experts of a stack share."""
         return group_by_scale(self.selected.values())
 
     def path(self, shard: str) -> Path:
@@ -82,7 +82,7 @@ class ShardWork:
                 for splice in splices:
                     splice.finish()
                 check_unchanged()
-                for name, value in read.items():  # a file may change, and have its old times put back
+                for name, value in read.items():  # a file may change and get its old times back
                     if again.checksums[name] != value:
                         raise CheckpointError([Fault(shard, name, "changed while it was read")])
                 written = read_header(file.temporary, self.job.shards[shard])
@@ -103,7 +103,8 @@ class ShardWork:
         self.progress(header.data_start)
 
     def is_finished(self, shard: str, stop: Event) -> bool:
-        """Whether the shard is still as an earlier run wrote it, by its record; the caller knows whose record it is."""
+        """Whether the shard is still as an earlier run wrote it, according to its record. The caller has checked whose
+        record it is."""
         try:
             record = read_record(self.destination, shard)
             header = read_header(self.path(shard), self.job.shards[shard])
@@ -115,7 +116,8 @@ class ShardWork:
         return sums.checksums == record.expected_tensors()
 
     def _lay_out(self, header: Header, encoded: Mapping[str, Encoded]) -> tuple[Header, list]:
-        """The header of the compressed shard, and the whole file as ranges of the source's data and new bytes."""
+        """The header of the compressed shard, and the parts of the whole file: ranges of the source's data, and new
+        bytes."""
         replacements: dict[str, list[NewTensor]] = {}
         for name, data in encoded.items():
             plane = self.selected[name]
@@ -126,15 +128,15 @@ class ShardWork:
         return output, [memoryview(output.raw), *data_of_parts]
 
     def _planes_of(self, header: Header) -> dict[str, Plane]:
-        """The scales of a shard to compress, in the order of its data, by name."""
+        """The planes of a shard that are to be compressed, by name, in the order of its data."""
         names = (name for name, _ in header.in_data_order() if name in self.by_scale)
         return {plane.name: plane for name in names for plane in self.by_scale[name]}
 
     def _encode(
         self, shard: str, header: Header, fd: int, spool: Spool
     ) -> tuple[dict[str, Encoded], dict[str, str], TensorChecksums, dict[str, int]]:
-        """Compressed scales, why others stay dense, what makes CRC-32 of the scales of a stream of the shard's data,
-        and those of the bytes that were read here."""
+        """Returns the compressed scales; why others stay dense; what computes the CRC-32 of scales from a stream of the
+        shard's data; and the CRC-32 of the bytes that were read here."""
         planes = self._planes_of(header)
         read: dict[str, int] = {}
         places = []
@@ -155,7 +157,7 @@ class ShardWork:
 
 
 def _components(encoded: Mapping[str, Encoded]) -> dict[str, Kept]:
-    """The tensors that take the compressed scales' place."""
+    """The tensors that replace the compressed scales."""
     return {
         scale + suffix: data
         for scale, planes in encoded.items()

@@ -1,6 +1,6 @@
-"""Scales for engines: a layer's, for some experts and one tensor-parallel rank, from any NVFP4 checkpoint.
+"""Scales for engines: those of a layer, for some experts and one tensor-parallel rank, from any NVFP4 checkpoint.
 
-Compressed planes are cut in wire form, without decoding: rows in whole 16-row slabs, columns in even counts.
+Compressed planes are cut in wire form, without decoding: rows in whole slabs of 16, and columns in even numbers.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 GATE_UP = "gate_up_proj"
 NAMES = {GATE: (GATE, "w1"), UP: (UP, "w3"), DOWN: (DOWN, "w2")}
-"""What checkpoints call a projection: as Llama's are, or Mixtral's."""
+"""The names that checkpoints use for each projection: those of Llama, or those of Mixtral."""
 ORDERS = {"gate_up": (GATE, UP), "up_gate": (UP, GATE)}
-"""What the stacked projection's rows are, from the top."""
+"""The order of rows in the stacked projection, from the top."""
 
 
 class _Half(NamedTuple):
-    """A projection of some experts: rows of planes, which are those of gate and up where one tensor has both."""
+    """A projection of some experts: planes, and which of their rows; a plane may have the rows of both gate and up."""
 
     planes: list[Plane]
     rows: range
 
 
 class _Cut(NamedTuple):
-    """The rows and columns of each plane that one rank holds."""
+    """The rows and columns of each plane that belong to one rank."""
 
     rows: range
     cols: range
@@ -57,23 +57,23 @@ def load_layer_scales(
     """Scales of one projection of a layer's experts, ready for kernels.
 
     Args:
-        checkpoint: a directory, or what `open_checkpoint` returned, which spares reading the headers again. Of either
-            layout; scales that are dense in it are compressed now, on ``device``.
-        layer: its number; or the module, as ``model.layers.3.mlp.experts``, where a number is ambiguous.
+        checkpoint: a directory, or what `open_checkpoint` returned, so that headers are not read again. Both layouts
+            work. Scales that are dense in it are compressed now, on ``device``.
+        layer: its number, or the module, such as ``model.layers.3.mlp.experts``, if a number is ambiguous.
         projection: "gate_proj", "up_proj", "down_proj", or "gate_up_proj" for both stacked.
-        experts: which, in this order; None for all.
+        experts: the numbers of the experts, in this order; None for all.
         tp_rank, tp_size: the slice to take. Gate and up are cut by rows, down by columns, as the weights are.
         device: where to put the result.
-        order: for "gate_up_proj", and only there: "gate_up" is `[gate; up]`, "up_gate" is `[up; gate]`.
+        order: only for "gate_up_proj": "gate_up" is `[gate; up]`, "up_gate" is `[up; gate]`.
 
     Returns:
-        The bundle's `NVFP4CSFScales` of `E` planes: `[I / tp_size, H / 16]` for gate and up, twice the rows for both
-        (each half cut by itself, then stacked), `[H, I / 16 / tp_size]` for down. It has no second-level scales: gate
-        and up may have different ones, see `load_layer_globals`.
+        The bundle's `NVFP4CSFScales` of `E` planes: `[I / tp_size, H / 16]` for gate or up, twice the rows for both
+        (each half is cut by itself, then they are stacked), `[H, I / 16 / tp_size]` for down. Second-level scales are
+        not included, because gate and up may have different ones: see `load_layer_globals`.
 
     Raises:
-        CheckpointError: nothing of that name, a size that cannot be cut (naming those that can), malformed or unmarked
-            compressed scales. Names shard and tensor.
+        CheckpointError: there is nothing of that name, a size cannot be cut (the message names sizes that can), or
+            compressed scales are malformed or not marked. The message names shard and tensor.
     """
     checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
     with TensorReader(checkpoint) as reader:
@@ -92,8 +92,8 @@ def load_layer_globals(
 ) -> torch.Tensor:
     """Second-level scales of the same projection, as multipliers: float32 `[E]`, or `[E, 2]` for "gate_up_proj".
 
-    The columns of `[E, 2]` are in ``order``. compressed-tensors stores divisors: their reciprocals are returned,
-    rounded once to float32. Other arguments and errors are those of `load_layer_scales`.
+    The columns of `[E, 2]` are in ``order``. compressed-tensors stores divisors; their reciprocals are returned,
+    rounded once to float32. Other arguments and errors are as in `load_layer_scales`.
     """
     checkpoint, wanted = _find(checkpoint, layer, projection, experts, order)
     with TensorReader(checkpoint) as reader:
@@ -110,10 +110,10 @@ def read_compressed_stack(
     tp_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """`NVFP4CSFScales` of a stack of planes, or of two stacked by rows, one plane an expert; compresses dense ones.
+    """`NVFP4CSFScales` of a stack with one plane per expert, or of two joined by rows; compresses dense planes.
 
-    ``by_columns`` says how tensor parallelism cuts each plane, ``rows`` which of its rows a half has, all by default.
-    Errors as for `load_layer_scales`.
+    ``by_columns`` says how tensor parallelism cuts each plane, ``rows`` which of its rows a half has (by default all).
+    Errors are as in `load_layer_scales`.
     """
     whole = _halves(halves, rows)
     return _read_compressed_stack(reader, whole, _cut_stack(whole, by_columns, tp_rank, tp_size), device)
@@ -150,7 +150,7 @@ def read_dense_stack(
     tp_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The same of planes that are all dense, as they are: uint8 `[E, N, C]`."""
+    """The same for planes that are all dense, as they are: uint8 `[E, N, C]`."""
     import torch
 
     whole = _halves(halves, rows)
@@ -168,7 +168,7 @@ def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> tor
     """Second-level scales as multipliers: float32 `[E]`, or `[E, 2]` for two stacked halves.
 
     Raises:
-        CheckpointError: one that is, or whose reciprocal is, negative, infinite or NaN.
+        CheckpointError: a scale or its reciprocal is negative, infinite or NaN.
     """
     import torch
 
@@ -205,7 +205,7 @@ def _find(
     experts: Iterable[int] | None,
     order: str | None,
 ) -> tuple[Checkpoint, list[_Half]]:
-    """The planes of every projection wanted, in the order wanted."""
+    """The planes of every requested projection, in the requested order."""
     if projection == GATE_UP:
         if order not in ORDERS:
             raise CheckpointError(f"{GATE_UP} needs an order, one of {', '.join(ORDERS)}; got {order!r}")
@@ -240,7 +240,7 @@ def _find(
 
 
 def _half(module: str, found: Mapping[tuple[int, str], Plane], projection: str, experts: Sequence[int]) -> _Half:
-    """A projection of experts, by either name that it may have, or as rows of gate and up stacked."""
+    """A projection of experts, found by either of its names, or as rows of stacked gate and up."""
     for name in (*NAMES[projection], *([GATE_UP] if projection != DOWN else [])):
         planes = [found[expert, name] for expert in experts if (expert, name) in found]
         if planes:
@@ -285,7 +285,7 @@ def _cut(half: _Half, by_columns: bool, tp_rank: int, tp_size: int) -> _Cut:
 def _read_wire(
     bundle: ModuleType, reader: TensorReader, planes: Sequence[Plane], cut: _Cut, device: torch.device | str
 ) -> Any:
-    """The slices of all planes, in order, whether compressed or not: the bundle's `NVFP4CSFWire`, on ``device``."""
+    """The slices of all planes in order, compressed or not, as the bundle's `NVFP4CSFWire` on ``device``."""
     compressed = [i for i, plane in enumerate(planes) if plane.compressed]
     dense = [i for i, plane in enumerate(planes) if not plane.compressed]
     wires = []
@@ -300,9 +300,9 @@ def _read_wire(
 
 
 def _read_compressed(bundle: ModuleType, reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> Any:
-    """Read the slabs of the rows that are wanted, and all exceptions, since they have no index."""
+    """Read the slabs of the requested rows, and all exceptions, because these have no index."""
     rows, cols = planes[0].rows, planes[0].cols
-    try:  # what is cut away would hide a fault from the check of what is prepared
+    try:  # otherwise, faults in parts that are cut away would not be found
         wire = bundle.NVFP4CSFWire.of_rows(*read_wire(planes, reader, cut.rows), cut.rows, num_rows=rows, num_cols=cols)
     except bundle.WireFault as fault:
         name = planes[fault.plane].name + (FIXED if fault.part == "fixed" else EXCEPTIONS)
@@ -325,7 +325,7 @@ def _compress(
 
 
 def _read_dense(reader: TensorReader, planes: Sequence[Plane], cut: _Cut) -> torch.Tensor:
-    """uint8 `[E, rows, columns]` of the slice, a view."""
+    """The slice as a view, uint8 `[E, rows, columns]`."""
     import torch
 
     cols = planes[0].cols

@@ -1,4 +1,4 @@
-"""Bytes from file to consumers in bounded memory, and files that appear whole or not at all."""
+"""Streams bytes from files to consumers in bounded memory, and writes files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _BUFFERS = 3
 _PIECE_BYTES = 1 << 20
 
 Progress = Callable[[int], None]
-"""Is told how many more bytes are done."""
+"""Called with the number of further bytes that are done."""
 
 
 class Stopped(Exception):
-    """Another thread failed, or the user interrupted, so this one gives up."""
+    """This thread gives up, because another failed or the user interrupted."""
 
 
 def read_exact(fd: int, view: memoryview, offset: int, file: str, tensor: str) -> None:
-    """Fill ``view`` with the file's bytes from ``offset`` on; ``file`` and ``tensor`` are for the message."""
+    """Fill ``view`` with the file's bytes from ``offset`` on; ``file`` and ``tensor`` are for messages."""
     while len(view):
         count = os.preadv(fd, [view], offset)
         if count == 0:
@@ -43,10 +43,10 @@ def read_exact(fd: int, view: memoryview, offset: int, file: str, tensor: str) -
 
 
 class Fanout:
-    """A stream of bytes that every consumer gets in order, in chunks, each consumer on a thread of its own.
+    """A stream of bytes that every consumer gets in order, in chunks, on a thread of its own.
 
-    Hashing, comparing and writing release the interpreter's lock, so that they overlap with each other and with
-    reading. A consumer must be done with a chunk when it returns: buffers are used again.
+    Hashing, comparing and writing release the interpreter's lock, so they overlap with each other and with reading.
+    Buffers are reused, so a consumer must be done with a chunk when it returns.
     """
 
     def __init__(self, consumers: Iterable[Callable[[memoryview], object]], stop: Event, progress: Progress) -> None:
@@ -109,15 +109,16 @@ class Fanout:
 
 
 def checksum(data: bytes | memoryview, before: int = 0) -> int:
-    """CRC-32, which names what has changed; ``before`` is that of the bytes before. SHA-256 of files is the proof."""
+    """CRC-32, which tells what has changed; ``before`` is that of the bytes before. The proof is the SHA-256 of whole
+    files."""
     return zlib.crc32(data, before)
 
 
 class TensorChecksums:
-    """CRC-32 of every tensor of a stream that carries a shard's data from its first byte to its last."""
+    """Computes the CRC-32 of every tensor from a stream of a shard's data, from the first byte to the last."""
 
     def __init__(self, tensors: Sequence[tuple[str, TensorInfo]]) -> None:
-        """``tensors`` in data order."""
+        """``tensors`` are in the order of the data."""
         self.checksums: dict[str, int] = {}
         self._tensors = iter(tensors)
         self._position = 0
@@ -147,7 +148,7 @@ class TensorChecksums:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that a `Spool` has put aside, and their CRC-32."""
+    """Bytes that a `Spool` keeps, and their CRC-32."""
 
     fd: int
     begin: int
@@ -155,7 +156,7 @@ class Kept:
     checksum: int
 
     def send(self, sink: Callable[[memoryview], object]) -> None:
-        """Hand them over piece by piece."""
+        """Send them piece by piece."""
         buffer = memoryview(bytearray(min(self.nbytes, _PIECE_BYTES)))
         for done in range(0, self.nbytes, _PIECE_BYTES):
             piece = buffer[: self.nbytes - done]
@@ -164,13 +165,13 @@ class Kept:
 
 
 class Spool:
-    """Puts bytes aside until they are needed, in a file without a name: however many there are, none stay in memory.
+    """Keeps bytes until they are needed in a file without a name, so that none stay in memory, however many there are.
 
-    Used as a context manager, after which nothing is left.
+    It is a context manager, after which nothing is left.
     """
 
     def __init__(self, work: Path, name: str) -> None:
-        """``work``: where on the disk; ``name`` is for messages."""
+        """``work`` is the folder to use; ``name`` is for messages."""
         self._work, self._name, self._end = work, name, 0
 
     def __enter__(self) -> Spool:
@@ -191,12 +192,13 @@ class Spool:
 
 
 class Splice:
-    """Makes one stream of another: ranges of the source, in increasing order, with other bytes between them."""
+    """Turns one stream into another: ranges of the source, in increasing order, with other bytes between them."""
 
     def __init__(
         self, parts: Sequence[tuple[int, int] | memoryview | Kept], sink: Callable[[memoryview], object]
     ) -> None:
-        """``parts``, in order: ``(begin, end)`` ranges of the source, and bytes. ``sink`` takes the new stream."""
+        """``parts`` are, in order, ``(begin, end)`` ranges of the source, and bytes. ``sink`` receives the new
+        stream."""
         self._parts = deque(parts)
         self._sink = sink
         self._position = 0
@@ -219,7 +221,7 @@ class Splice:
             self._parts.popleft()
 
     def finish(self) -> None:
-        """Send what comes after the source's last range."""
+        """Send what follows the source's last range."""
         while self._parts:
             part = self._parts.popleft()
             assert not isinstance(part, tuple), f"the source ended before its range {part}"
@@ -233,14 +235,15 @@ class AtomicFile:
     """A file written under a name in ``work``, and moved to ``path`` by `commit` once its bytes are on disk."""
 
     def __init__(self, path: Path, work: Path, name: str, like: Path | None = None) -> None:
-        """``like``: the file whose permissions it gets, by default those of any new file. ``name`` is for messages."""
+        """``like`` is a file whose permissions it gets; by default it gets those of any new file. ``name`` is for
+        messages."""
         self._path, self._name, self._like = path, name, like
         self._temporary = work / (hashlib.sha256(name.encode()).hexdigest()[:32] + TEMPORARY_SUFFIX)
 
     def __enter__(self) -> AtomicFile:
         with _named(self._name):
             self._mode = None if self._like is None else stat.S_IMODE(self._like.stat().st_mode) & 0o777
-            self._temporary.unlink(missing_ok=True)  # a run that was killed may have left one that nobody may write
+            self._temporary.unlink(missing_ok=True)  # a killed run may have left one that cannot be written
             created = 0o666 if self._mode is None else 0o600
             self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, created)
         return self
@@ -276,14 +279,14 @@ class AtomicFile:
 
 
 def write_file(path: Path, data: bytes, work: Path, name: str, *, like: Path | None = None) -> None:
-    """Replace the file at ``path`` as a whole; ``like`` as for `AtomicFile`."""
+    """Replace the file at ``path`` as a whole; ``like`` is as for `AtomicFile`."""
     with AtomicFile(path, work, name, like) as file:
         file.write(data)
         file.commit()
 
 
 def copy_file(source: Path, path: Path, work: Path, name: str) -> str:
-    """Copy a file of any size as a whole, its permissions too; return its SHA-256."""
+    """Copy a file of any size as a whole, with its permissions. Returns its SHA-256."""
     digest = hashlib.sha256()
     with opened(source, name) as fd, AtomicFile(path, work, name, like=source) as copy:
         while chunk := os.read(fd, CHUNK_BYTES):
@@ -302,8 +305,8 @@ def file_sha256(path: Path) -> str:
 
 
 def watch(fd: int, header: Header, shard: str) -> Callable[[], None]:
-    """Raise if the open shard is not what ``header`` was read from. Returns what to call once it is read: that raises
-    if it has changed meanwhile."""
+    """Raise if the open shard is not the file from which ``header`` was read. Returns a function to call once the shard
+    is read, which raises if it has changed meanwhile."""
     before = os.fstat(fd)
     if os.pread(fd, header.data_start, 0) != header.raw or before.st_size != header.data_start + header.data_bytes:
         raise CheckpointError([Fault(shard, None, "has changed since it was checked")])
@@ -326,7 +329,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path, name: str) -> Iterator[int]:
-    """A descriptor to read the file at ``path``, called ``name`` in messages."""
+    """A descriptor for reading the file at ``path``, called ``name`` in messages."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -339,9 +342,9 @@ def opened(path: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a lock that ends with this process, however it ends.
+    """Hold a lock, which is released when this process ends, however it ends.
 
-    Yields False without it: another process has it and ``wait`` is false, or has removed it, being done.
+    Yields False without the lock if another process has it and ``wait`` is false, or has removed it because it is done.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -1,4 +1,4 @@
-"""What commands print: sizes and counts in words, and a table of scales that fits a terminal."""
+"""What commands print: sizes and counts in words, and a table of scales that fits into a terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def size_text(count: float) -> str:
 
 
 def common_algorithm(scales: Sequence[ScaleStats]) -> str | None:
-    """The algorithm of all, None if there are several."""
+    """The algorithm, if all have the same; else None."""
     algorithms = {stats.algorithm for stats in scales}
     return algorithms.pop() if len(algorithms) == 1 else None
 
 
 def scales_table(scales: Sequence[ScaleStats], layers: bool = False) -> Table:
-    """A row for each kind of layer and projection, or with ``layers`` for each layer."""
+    """A table with a row for each kind of layer and projection, or with ``layers`` for each layer."""
     prefix = common_prefix([stats.layer for stats in scales]) if layers else ""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column(printable(f"scales of {prefix}*") if prefix else "scales", overflow="fold")
@@ -49,7 +49,7 @@ def scales_table(scales: Sequence[ScaleStats], layers: bool = False) -> Table:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """What several names begin with, up to a dot: a screen has room for the rest."""
+    """What several names begin with, up to a dot, so that only the rest has to fit on the screen."""
     if len(set(names)) < 2:
         return ""
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
@@ -57,7 +57,8 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def by_kind(scales: Sequence[ScaleStats], common: str | None) -> Iterator[tuple[str, ...]]:
-    """A row for all layers' scales of one kind, projection, algorithm and size; ``common``: the algorithm of all."""
+    """A row for each kind, projection, algorithm and size, over all layers. ``common`` is the algorithm if all have the
+    same."""
     groups: dict[tuple, list[ScaleStats]] = {}
     for stats in scales:
         groups.setdefault((stats.kind, stats.projection, stats.algorithm, stats.rows, stats.cols), []).append(stats)

@@ -1,4 +1,4 @@
-"""`verify`: is a compressed checkpoint whole, consistent and exact?"""
+"""`verify`: checks whether a compressed checkpoint is complete, consistent and exact."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from finegrained_kernels.checkpoint.stream import Progress, file_sha256
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked, and every fault: no fault means that the checkpoint is good as far as ``has_digests`` goes.
+    """What was checked, and every fault. If there is none, the checkpoint is good as far as it could be checked.
 
-    Without digests (another program wrote the checkpoint) structure, pairing, config and decoding are checked, but
-    bytes that changed within the rules are only found by comparing with the source.
+    Without digests (``has_digests`` is false if another program wrote the checkpoint), structure, pairing, config and
+    decoding are checked, but bytes that changed within the rules can only be found by comparing with the source.
     """
 
     faults: list[Fault]
@@ -64,11 +64,11 @@ def verify(
 ) -> VerifyReport:
     """Check a compressed checkpoint of either layout: structure, digests, pairing, config, and every plane decoded.
 
-    ``against`` names the uncompressed source to compare with, bit for bit. Faults are collected, not raised; each
-    names shard and tensor.
+    ``against`` is the uncompressed source to compare with, bit for bit. Faults are collected, not raised; each names
+    shard and tensor.
 
     Raises:
-        CheckpointError: ``against`` is not a sound checkpoint, or ``jobs`` or ``device`` make no sense.
+        CheckpointError: ``against`` is not a sound checkpoint, or ``jobs`` or ``device`` cannot be used.
     """
     from finegrained_kernels import load
 
@@ -119,7 +119,7 @@ def verify(
         run_shards(records, jobs, prove)
         run_shards(list(opened.headers), jobs, check.check_shard)
     faults += check.faults
-    faults += [] if faults else unproven  # if there are other faults, those say more
+    faults += [] if faults else unproven  # other faults say more, if there are any
     compressed = sum(plane.compressed for plane in opened.planes.values())
     return VerifyReport(
         faults, len(opened.headers), len(opened.located), compressed, job is not None, source is not None
@@ -127,14 +127,15 @@ def verify(
 
 
 def bytes_to_check(checkpoint: str | Path) -> int:
-    """Bytes that `verify` reads: all shards, and, if they have records, the source's made of them once more."""
+    """How many bytes `verify` processes: all shards and, if there are records, also the source's shards made from
+    them."""
     root = Path(checkpoint)
     job = read_job(root)
     return sum(path.stat().st_size for path in root.rglob("*.safetensors")) + (job.source_bytes if job else 0)
 
 
 def _follows_from(fault: Fault, damaged: set[str]) -> bool:
-    """Whether a fault only repeats that the tensors of a damaged shard cannot be read."""
+    """Whether a fault only repeats that tensors of a damaged shard cannot be read."""
     return any(f"said to be in {shard}," in fault.message for shard in damaged)
 
 
@@ -147,7 +148,7 @@ def _config_faults(checkpoint: Checkpoint, damaged: set[str]) -> Iterator[Fault]
     compressed = {plane.layer_module for plane in checkpoint.planes.values() if plane.compressed}
     for module in sorted(compressed - marked):
         yield Fault(CONFIG, module, UNMARKED)
-    for module in sorted(marked - compressed) if not damaged else ():  # their scales may be in a damaged shard
+    for module in sorted(marked - compressed) if not damaged else ():  # their scales may be in a damaged one
         yield Fault(CONFIG, module, MARKED_ONLY)
 
 
@@ -166,7 +167,7 @@ def _read_records(root: Path) -> tuple[Job | None, list[Record], list[Fault]]:
 
 
 def _read_sums(checkpoint: Checkpoint, damaged: set[str], faults: list[Fault]) -> dict[str, str]:
-    """The container's SHA256SUMS. Files are checked here unless they are shards, or known to be damaged."""
+    """Read the container's SHA256SUMS. Files are checked here, unless they are shards or known to be damaged."""
     if checkpoint.layout.kind != CONTAINER_LAYOUT:
         return {}
     try:
@@ -197,7 +198,7 @@ def _file_faults(checkpoint: Checkpoint, job: Job) -> Iterator[Fault]:
 
 
 def _rewritten_faults(checkpoint: Checkpoint, job: Job, records: list[Record], damaged: set[str]) -> Iterator[Fault]:
-    """Where a file that compress rewrote is not what it makes of the original, which it kept."""
+    """Where a file that compress rewrote is not what it would make from the original, of which it kept a copy."""
     try:
         written = read_written(checkpoint.root)
     except CheckpointError as error:
@@ -216,7 +217,7 @@ def _rewritten_faults(checkpoint: Checkpoint, job: Job, records: list[Record], d
             if name.endswith(INDEX_SUFFIX):
                 if _is_sharded_as_written(
                     checkpoint, job, records
-                ):  # otherwise its entries are checked against the shards
+                ):  # otherwise, its entries are checked against the shards
                     yield from _index_differences(checkpoint, name, original)
                 continue
             here = read_json(checkpoint.metadata_dir / name, name)
@@ -230,7 +231,7 @@ def _rewritten_faults(checkpoint: Checkpoint, job: Job, records: list[Record], d
 
 
 def _without_quantization(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without what compress changes in it, wherever that is."""
+    """A config without the parts that compress changes, wherever they are."""
     path = ("quantization",) if name == HF_QUANT_CONFIG else find_section(document)[0] or ("quantization_config",)
     *outer, key = path
     copied = inner = dict(document)
@@ -243,7 +244,8 @@ def _without_quantization(name: str, document: Mapping[str, Any]) -> dict[str, A
 
 
 def _is_sharded_as_written(checkpoint: Checkpoint, job: Job, records: list[Record]) -> bool:
-    """Whether each shard has the tensors that compress wrote to it, so that the index is still the one it wrote."""
+    """Whether each shard has the tensors that compress wrote to it, so that the index should be the one that it
+    wrote."""
     written = {job.shards[record.file]: record.expected_tensors().keys() for record in records}
     here = {shard: header.tensors.keys() for shard, header in checkpoint.headers.items()}
     return checkpoint.layout.kind != CONTAINER_LAYOUT and written == here
@@ -252,7 +254,7 @@ def _is_sharded_as_written(checkpoint: Checkpoint, job: Job, records: list[Recor
 def _index_differences(checkpoint: Checkpoint, name: str, original: Mapping[str, Any]) -> Iterator[Fault]:
     try:
         expected = dump_json(new_index(original, checkpoint.headers, group_by_scale(checkpoint.planes.values())))
-    except (KeyError, TypeError, AttributeError):  # the source's index, which its digest covers, said something else
+    except (KeyError, TypeError, AttributeError):  # the source's index, which its digest covers, had another form
         expected = b""
     if (checkpoint.root / name).read_bytes() != expected:
         yield Fault(name, None, "is not what compress makes of the source's index")
@@ -265,7 +267,7 @@ def _digest_fault(path: Path, name: str, digest: str) -> list[Fault]:
 
 
 def _missing(check: ContentCheck, records: list[Record], job: Job) -> Iterator[Fault]:
-    """Tensors that the records know of and no shard has, and the other way round."""
+    """Tensors that are in the records but in no shard, and the other way round."""
     located = check.checkpoint.located
     for record in records:
         for name in record.expected_tensors().keys() - located.keys():
@@ -276,7 +278,7 @@ def _missing(check: ContentCheck, records: list[Record], job: Job) -> Iterator[F
 
 
 def _header_differences(checkpoint: Checkpoint, records: list[Record], job: Job) -> Iterator[Fault]:
-    """Dtypes, shapes and metadata that are not those of the source, as the records have them."""
+    """Dtypes, shapes and metadata that differ from those of the source according to the records."""
     for record in records:
         recorded = record.source_header()
         for name in recorded.tensors.keys() & checkpoint.located.keys():

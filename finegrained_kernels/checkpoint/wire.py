@@ -1,6 +1,6 @@
 """Sizes and limits of compressed planes (docs/format.md), for code that reads headers and never loads torch.
 
-The bundle has them too, in its formats.py: what runs there cannot import this package.
+The bundle has them too, in its formats.py, because it cannot import this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def fixed_bytes(rows: int, cols: int) -> int:
 
 
 def geometry_problem(rows: int, cols: int) -> str | None:
-    """Why a plane of this geometry cannot be compressed, or None."""
+    """Why a plane of this geometry cannot be compressed; None if it can."""
     if rows == 0 or rows % SLAB_ROWS:
         return f"{rows} rows are not a positive multiple of {SLAB_ROWS}"
     if cols == 0 or cols % 2:
