@@ -1,4 +1,5 @@
-"""`quantize`: an unquantized checkpoint in, its linear layers in NVFP4 out, as ModelOpt or llm-compressor has them."""
+"""`quantize`: converts the linear layers of an unquantized checkpoint to NVFP4, stored like those of ModelOpt or
+llm-compressor."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 
 _WEIGHT = ".weight"
 _ROWS, _COLS = 16, 32
-"""What rows and columns of a weight are multiples of where it can be run; others are quantized only if asked for."""
+"""A weight whose rows and columns are multiples of these can be run. Others are only quantized if they are
+requested."""
 
 _LEFT_OUT = ("embeddings", "lm_head", "routers", "vision")
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -55,7 +57,8 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What `quantize` did: shards, weights that were quantized, bytes of all shards before and after."""
+    """What `quantize` did: the number of shards, of weights that were quantized, and the bytes of all shards before and
+    after."""
 
     shards: int
     quantized: int
@@ -79,26 +82,28 @@ def quantize(
     """Quantize the linear layers of a checkpoint to NVFP4: two-level scales, round to nearest, no calibration.
 
     Each weight `[N, K]` becomes `weight` U8 `[N, K/2]`, `weight_scale` F8_E4M3 `[N, K/16]` and `weight_scale_2` F32,
-    one global a tensor, or what compressed-tensors calls them; everything else is copied. Arithmetic: the bundle's
-    `nvfp4_quantize_two_level`. Run it again after an interruption: shards are made anew.
+    one global per tensor, or the same under compressed-tensors' names; everything else is copied. The arithmetic is
+    that of the bundle's `nvfp4_quantize_two_level`. After an interruption, run it again; it starts over.
 
     Args:
-        source: directory with a BF16, F16 or F32 checkpoint; only read. Experts have a tensor each.
-        destination: a new or empty directory, or one that an earlier run began.
-        include, exclude: shell patterns for names of weights. Without ``include``, all of two dimensions but those of
-            embeddings, lm_head, routers and vision towers, as ModelOpt and llm-compressor do, and linear layers that
-            the kernels cannot run: rows that are no multiple of 16, or columns that are none of 32.
-        scales: "amax", so that the largest value of 16 is the largest code; or "mse", the one of least squared error
-            among that scale's neighbours, which takes longer.
-        input_scale: multiplier that is written beside every weight, for activations quantized alike ("NVFP4"); None
-            writes none, as nothing was calibrated, and calls the layers weight-only ("W4A16_NVFP4", "NVFP4A16").
-        format: "modelopt", or "compressed-tensors", as llm-compressor writes it: `weight_packed`, `weight_scale`, and
-            `weight_global_scale` and `input_global_scale`, which divide.
-        jobs, device, progress: as for `compress`.
+        source: directory with a BF16, F16 or F32 checkpoint; only read. Each expert has its own tensors.
+        destination: a new or empty directory, or one that an earlier run has begun to fill.
+        include, exclude: shell patterns for names of weights. Without ``include``, all two-dimensional weights are
+            quantized except those of embeddings, lm_head, routers and vision towers, as in ModelOpt and llm-compressor,
+            and those that the kernels cannot run, because their rows are not a multiple of 16 or their columns not of
+            32.
+        scales: "amax", so that the largest of 16 values becomes the largest code; or "mse", the scale of least squared
+            error among that one and its neighbours, which takes longer.
+        input_scale: multiplier that is written beside every weight, so that activations are quantized too ("NVFP4").
+            None writes none, because nothing was calibrated, and marks the layers as weight-only ("W4A16_NVFP4",
+            "NVFP4A16").
+        format: "modelopt"; or "compressed-tensors", as llm-compressor writes it: `weight_packed`, `weight_scale`, and
+            the divisors `weight_global_scale` and `input_global_scale`.
+        jobs, device, progress: as in `compress`.
 
     Raises:
-        CheckpointError: no such weights, experts in one stack, a K that 16 does not divide, values that are not finite,
-            or a checkpoint that is quantized already. Names shard and tensor.
+        CheckpointError: there are no such weights, experts are in one stack, K is not a multiple of 16, values are not
+            finite, or the checkpoint is already quantized. The message names shard and tensor.
     """
     from finegrained_kernels import load
 
@@ -154,7 +159,7 @@ def quantize(
 
 @dataclass(frozen=True)
 class _Quantizing:
-    """What quantizing any shard needs."""
+    """What is needed to quantize any shard."""
 
     bundle: ModuleType
     checkpoint: Checkpoint
@@ -168,7 +173,7 @@ class _Quantizing:
 
     @cached_property
     def outputs(self) -> dict[str, tuple[Header, list[tuple[int, int] | str]]]:
-        """Every shard's new header, and the order of its data: sizes do not depend on values."""
+        """Every shard's new header, and the order of its data. Sizes do not depend on values."""
         return {
             shard: replace_tensors(
                 header, {name: self._new_tensors(name) for name in header.tensors if name in self.weights}
@@ -182,7 +187,7 @@ class _Quantizing:
         return self.layout.tensors(module, rows, cols, has_input=self.input_scale is not None)
 
     def new_index(self) -> dict:
-        """The source's index for the new tensors."""
+        """The source's index, rewritten for the new tensors."""
         name_of_index = self.checkpoint.layout.index
         assert name_of_index is not None, "a checkpoint of one file has no index"
         index = read_json(self.checkpoint.root / name_of_index, name_of_index)
@@ -194,7 +199,7 @@ class _Quantizing:
         return {**index, "metadata": {**(index.get("metadata") or {}), "total_size": total}, "weight_map": weight_map}
 
     def quantize_shard(self, shard: str, work: Path, stop: Event) -> None:
-        """Write one shard. New tensors go to their places as they come, globals among them."""
+        """Write one shard. New tensors, including globals, are written to their places as they are computed."""
         header = self.checkpoint.headers[shard]
         output, parts = self.outputs[shard]
         source = self.checkpoint.root / shard
@@ -251,7 +256,7 @@ class _Quantizing:
         self.progress(info.nbytes)
 
     def _values(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """Those of `_new_tensors`, in order."""
+        """The values of `_new_tensors`, in order."""
         import torch
 
         input_scale = torch.tensor([] if self.input_scale is None else [self.input_scale], dtype=torch.float32)
@@ -260,13 +265,14 @@ class _Quantizing:
             return [*quantize(weight, scales=self.scales), *input_scale]
         _, _, global_scale = quantize(weight)
         divisor = 1 / global_scale
-        # Readers multiply by its reciprocal, which need not be the global that it was made of.
+        # Readers multiply by its reciprocal, which may differ from the global from which it was made.
         packed, planes, _ = quantize(weight, scales=self.scales, global_scale=1 / divisor)
         return [packed, planes, divisor, *1 / input_scale]
 
 
 def _other_linears(checkpoint: Checkpoint, weights: Collection[str]) -> list[str]:
-    """Modules that are left alone, and have a weight as linear layers do; embeddings are known by their names."""
+    """Modules that are not quantized and have a weight like that of a linear layer; embeddings are recognized by their
+    names."""
     return [
         name.removesuffix(_WEIGHT)
         for name, (_, info) in checkpoint.located.items()
@@ -306,10 +312,11 @@ def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[st
 
 
 def _is_meant(name: str) -> bool:
-    """Whether a tensor is quantized where nothing else is asked for."""
+    """Whether a tensor is quantized by default."""
     return layer_kind(name) not in _LEFT_OUT
 
 
 def _can_run(name: str, info: TensorInfo) -> bool:
-    """Whether a linear layer has a size that the kernels take. Experts are quantized together, or it is a fault."""
+    """Whether the kernels can run a linear layer of this size. Experts are always quantized, since all of them have to
+    be."""
     return layer_kind(name) == "experts" or not (info.shape[0] % _ROWS or info.shape[1] % _COLS)

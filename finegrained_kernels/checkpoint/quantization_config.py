@@ -1,8 +1,9 @@
 """What a checkpoint's config says about its quantization, and which format that gives each layer.
 
-Read here and nowhere else: ModelOpt's `quant_algo`, `quantized_layers` and lists of excluded modules, from config.json
-or hf_quant_config.json; compressed-tensors' `config_groups`, targets and `ignore`; and `quant_method` "fp8", alone or
-under NVFP4 layers. The config may lie in `quantization_config` or `compression_config`, also of a nested config.
+This is the only place that reads ModelOpt's `quant_algo`, `quantized_layers` and lists of excluded modules, from
+config.json or hf_quant_config.json; compressed-tensors' `config_groups`, targets and `ignore`; and `quant_method`
+"fp8", alone or together with NVFP4 layers. The config may be in `quantization_config` or `compression_config`, also of
+a nested config.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MODELOPT, COMPRESSED_TENSORS, FP8_METHOD, MXFP8_METHOD = "modelopt", "compressed
 METHODS = (MODELOPT, COMPRESSED_TENSORS, FP8_METHOD, MXFP8_METHOD)
 MIXED = "MIXED_PRECISION"
 NVFP4, FP8, MXFP8, OTHER = "nvfp4", "fp8", "mxfp8", "other"
-"""Families of formats. Those of "other" have names, but nothing here reads them."""
+"""Families of formats. Formats of family "other" have names, but nothing here reads them."""
 
 TABLE = "quantized_layers"
 _SECTIONS = ("quantization_config", "compression_config")
@@ -31,18 +32,18 @@ _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers")
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How one linear layer's weights are stored, and what becomes of its inputs.
+    """How a linear layer's weights are stored, and how its inputs are treated.
 
     Attributes:
-        algorithm: its name, as the checkpoint has it: "NVFP4", "W4A16_NVFP4", "FP8_PB_WO" and so on. Configs that name
-            none, as compressed-tensors', get the name of the scheme that writes them: "NVFP4" or "NVFP4A16".
+        algorithm: its name in the checkpoint: "NVFP4", "W4A16_NVFP4", "FP8_PB_WO" and so on. If the config has no
+            name, as in compressed-tensors, the name of the scheme that writes it: "NVFP4" or "NVFP4A16".
         family: "nvfp4", "fp8", "mxfp8" or "other".
-        activations: "static" if they are quantized with a scale that the checkpoint has, "dynamic" if with one that is
-            measured, None if they are not: then the layer is weight-only, whatever tensors lie beside it.
-        group_size: weights along K that share a scale: 16 in NVFP4, 32 in MXFP8; None elsewhere.
-        block_size: rows and columns of weights that share a scale, as (128, 128); None where these are no blocks.
+        activations: "static" if they are quantized with a scale from the checkpoint, "dynamic" if with a measured one,
+            None if they are not quantized: then the layer is weight-only, whatever tensors it has.
+        group_size: how many weights along K share a scale: 16 in NVFP4, 32 in MXFP8; None for other formats.
+        block_size: rows and columns of weights that share a scale, such as (128, 128); None if there are no blocks.
         per_channel: whether each row has a scale.
-        globals_divide: whether second-level scales are divisors, as compressed-tensors' are.
+        globals_divide: whether second-level scales are divisors, as in compressed-tensors.
         pre_quant_scale: whether a vector `[K]` multiplies the activations first (AWQ).
     """
 
@@ -83,7 +84,7 @@ ALGORITHMS: Mapping[str, LayerFormat] = {
         ),
     )
 }  # fmt: skip
-"""What each algorithm that a config can name means."""
+"""The meaning of each algorithm that a config can name."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,14 @@ class _Group:
 
 @dataclass(frozen=True, eq=False)
 class QuantizationConfig:
-    """A checkpoint's quantization config, checked; `layer_format` is what it is for.
+    """A checkpoint's quantization config, checked. Its purpose is `layer_format`.
 
     Attributes:
         method: "modelopt", "compressed-tensors", "fp8" or "mxfp8".
-        section: its contents; of two files, merged.
-        path: where config.json has it, as ("text_config", "quantization_config"); empty if hf_quant_config.json alone
-            does.
-        kv_cache: algorithm of a quantized KV cache, as "FP8"; None if it is not quantized.
+        section: its contents, merged if they come from two files.
+        path: where it is in config.json, such as ("text_config", "quantization_config"); empty if only
+            hf_quant_config.json has it.
+        kv_cache: the algorithm of a quantized KV cache, such as "FP8"; None if it is not quantized.
     """
 
     method: str
@@ -118,21 +119,21 @@ class QuantizationConfig:
 
     @property
     def has_nvfp4(self) -> bool:
-        """Whether it says of any layer that it is NVFP4."""
+        """Whether it says that any layer is NVFP4."""
         formats = [*self._table.values(), *(group.format for group in self._groups), self._whole]
         return any(form is not None and form.family == NVFP4 for form in formats)
 
     def layer_format(self, module: str, module_class: str = "Linear") -> LayerFormat | None:
         """The format of a linear layer by its name in the checkpoint; None if it is not quantized.
 
-        A module's own entry in `quantized_layers` says most, then lists of excluded modules, entries of what the
-        module is in, targets of groups, and the algorithm of the whole. Last comes the FP8 that "fp8" checkpoints have
-        wherever nothing else is said. This is what the config says; tensors may say otherwise.
+        A module's own entry in `quantized_layers` takes precedence, followed by lists of excluded modules, entries of
+        modules that contain it, targets of groups, and the algorithm of the whole model. Last comes the FP8 that "fp8"
+        checkpoints use wherever nothing else is specified. This is what the config says; tensors may say otherwise.
         """
         named = self._table_names.closest_name(module)
         own = None if named is None else self._table[named[1]]
         if self.method == COMPRESSED_TENSORS and self._groups:
-            own = None  # groups say what is quantized there, and the table, which compress wrote, which is compressed
+            own = None  # there, groups say what is quantized; the table, written by compress, says what is compressed
         elif own is not None and named is not None and named[0] is Match.EXACT:
             return own
         if self._excluded.match(module, module_class) is Match.NONE:
@@ -152,10 +153,11 @@ class QuantizationConfig:
 def read_quantization(
     config: Mapping[str, Any] | None, hf_quant_config: Mapping[str, Any] | None = None
 ) -> QuantizationConfig | None:
-    """What config.json, and ModelOpt's hf_quant_config.json, say; None if neither says anything.
+    """What config.json and ModelOpt's hf_quant_config.json say about quantization; None if neither says anything.
 
     Raises:
-        CheckpointError: a wrong type, or a method, algorithm or scheme that is not known, by file and key.
+        CheckpointError: a value has the wrong type, or a method, algorithm or scheme is unknown. The message names file
+            and key.
     """
     path, section = find_section(config)
     own = None if hf_quant_config is None else hf_quant_config.get("quantization")
@@ -163,18 +165,18 @@ def read_quantization(
         raise _fault(HF_QUANT_CONFIG, "quantization", f"expected an object, got {own!r}")
     if section is None and not own:
         return None
-    if own and section and own.get(TABLE) is not None:  # config.json's counts, and compress rewrites both
+    if own and section and own.get(TABLE) is not None:  # that of config.json counts; compress rewrites both
         _Reader((), {}, own).read_table()
     return _Reader(path, section or {}, own or {}).read()
 
 
 def find_section(config: Mapping[str, Any] | None) -> tuple[tuple[str, ...], Mapping[str, Any] | None]:
-    """Where config.json has its quantization config, and what that says; ``((), None)`` if it has none.
+    """Where config.json has its quantization config, and its content; ``((), None)`` if it has none.
 
-    Its own comes before that of a nested config, as `text_config`, and an empty one is none.
+    Its own takes precedence over that of a nested config such as `text_config`; an empty one does not count.
 
     Raises:
-        CheckpointError: a quantization config that is no object, or two nested ones that differ.
+        CheckpointError: a quantization config is not an object, or two nested ones differ.
     """
     found = []
     for path, section in _sections(config or {}, ()):
@@ -205,7 +207,7 @@ def _fault(file: str, key: str, message: str) -> CheckpointError:
 
 
 class _Reader:
-    """Reads a section of config.json and hf_quant_config.json's, and names the file and key of what it refuses."""
+    """Reads a section of config.json and that of hf_quant_config.json; errors name the file and key."""
 
     def __init__(self, path: tuple[str, ...], section: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         self.path, self.own_keys = path, own.keys() - section.keys()
@@ -214,13 +216,13 @@ class _Reader:
             raise self.fault("quant_method", f"{method!r}, expected one of {', '.join(METHODS)}")
         self.method = MODELOPT if method.startswith(MODELOPT) else method
         self.base_section = section if self.method in (FP8_METHOD, MXFP8_METHOD) else None
-        # compressed-tensors needs nothing else; in all others, what ModelOpt says is added
+        # compressed-tensors needs nothing else; for all others, ModelOpt's file adds to it
         self.section = dict(section) if self.method == COMPRESSED_TENSORS else {**own, **section}
         self.nested = len(path) > 1
 
     @staticmethod
     def _guess(section: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-        """Old exports name no method: compressed-tensors' have groups, and ModelOpt's an algorithm."""
+        """Old exports name no method. Those of compressed-tensors have groups, those of ModelOpt an algorithm."""
         grouped = "config_groups" in section and "quant_algo" not in {**own, **section}
         return COMPRESSED_TENSORS if grouped or "format" in section else MODELOPT
 
@@ -303,7 +305,7 @@ class _Reader:
         """The format of a group's `weights` and `input_activations`."""
         weights, inputs = (self.optional_object(group, name, key) for name in ("weights", "input_activations"))
         if weights is None:
-            return None  # activations alone, as of a KV cache
+            return None  # only activations, as for a KV cache
         stored = group.get("format") or self.section.get("format")
         if stored is not None and not isinstance(stored, str):
             raise self.fault("format", f"expected a text, got {stored!r}")
@@ -334,7 +336,7 @@ class _Reader:
         return "dynamic" if dynamic is True else "static"
 
     def base(self) -> LayerFormat | None:
-        """What "fp8" checkpoints have wherever nothing else is said."""
+        """The format that "fp8" checkpoints use wherever nothing else is specified."""
         if self.base_section is None:
             return None
         scheme = self.base_section.get("activation_scheme", "dynamic")
@@ -364,7 +366,7 @@ class _Reader:
         return f"{'FP' if scheme.get('type') == 'float' else 'INT'}{scheme.get('num_bits')}"
 
     def names(self, key: str, value: object = None) -> list[str]:
-        """A list of texts, such as names and patterns of modules; null is an empty one."""
+        """A list of texts, such as names and patterns of modules; null counts as an empty list."""
         value = self.section.get(key) if value is None else value
         if value is None:
             return []

@@ -1,7 +1,7 @@
-"""NVFP4 checkpoints in transformers: import this, then call `from_pretrained` as always.
+"""NVFP4 checkpoints in transformers: import this module, then call `from_pretrained` as usual.
 
-Importing tells transformers how to load checkpoints whose experts or other weights are NVFP4: ModelOpt's and
-compressed-tensors', with dense or with compressed scales. See docs/transformers.md.
+The import tells transformers how to load checkpoints of ModelOpt and compressed-tensors whose experts or other weights
+are NVFP4, with dense or with compressed scales. See docs/transformers.md.
 """
 
 try:

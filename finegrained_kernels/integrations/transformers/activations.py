@@ -1,4 +1,4 @@
-"""What each NVFP4 layer does to its activations: W4A16 or W4A4, by the config, the checkpoint and the caller."""
+"""Whether each NVFP4 layer quantizes its activations (W4A4) or not (W4A16), as config, checkpoint and caller say."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from finegrained_kernels.integrations.transformers.experts_plan import ExpertsPl
 from finegrained_kernels.integrations.transformers.linear_plan import LinearPlan
 
 BF16, CALIBRATED, DYNAMIC = "bf16", "nvfp4", "nvfp4_dynamic"
-"""As they are; quantized with the checkpoint's input scales; quantized with what each row needs."""
+"""Activations are used as they are, quantized with the checkpoint's input scales, or quantized with a scale for each
+row."""
 
 
 def choose_activations(
     checkpoint: Checkpoint, plans: Sequence[ExpertsPlan | LinearPlan], wanted: str
 ) -> dict[str, str]:
-    """What becomes of each layer's activations, by the layer's module in the checkpoint.
+    """How each layer treats its activations, by the layer's module in the checkpoint.
 
     Args:
-        wanted: an `activation_format`. "auto" quantizes where there are input scales, and all layers must have them or
-            none; layers that the config says are weight-only are left alone, by "auto" and by "nvfp4".
+        wanted: an `activation_format`. "auto" quantizes if there are input scales, which all layers must have, or none.
+            Layers that are weight-only according to the config stay so, with "auto" and with "nvfp4".
 
     Raises:
-        CheckpointError: an input scale is not a single F32 value, which saving needs too; or they are used, and some
-            are missing.
+        CheckpointError: an input scale is not a single F32 value, as saving requires too; or input scales are used, and
+            some are missing.
     """
     faults: list[Fault] = []
     quantized, chosen = [], {}
@@ -62,13 +63,13 @@ def choose_activations(
 
 
 def _is_weight_only(checkpoint: Checkpoint, module: str) -> bool:
-    """Whether the config says so. Where it says nothing, input scales do."""
+    """Whether the config says that the layer is weight-only. If it says nothing, input scales decide."""
     form = checkpoint.quantization.layer_format(module) if checkpoint.quantization else None
     return form is not None and form.family == NVFP4 and form.weight_only
 
 
 def _names(plan: ExpertsPlan | LinearPlan) -> list[str]:
-    """Names of the input scales that it may have."""
+    """Names of the input scales that the layer may have."""
     return list(dict.fromkeys(plane.input_scale for plane in plan.planes))
 
 

@@ -1,4 +1,4 @@
-"""What `from_pretrained` is told: the checkpoint's `quantization_config`, as it is, and how to run it."""
+"""The config that `from_pretrained` gets: the checkpoint's own `quantization_config`, and how to run the layers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
     """How to load and run NVFP4 layers: `from_pretrained(path, quantization_config=NVFP4CSFConfig(...))`.
 
     Attributes:
-        scale_strategy: what becomes of the scales.
-            "auto": compressed ones stay compressed, and the kernels choose how to read them; dense ones stay dense.
-            "staged": compressed; decoded into one workspace, which all layers share, before each GEMM.
-            "fused": compressed; the GEMM decodes what it reads.
-            "dense": decoded once, while loading.
-            Scales that are dense in the checkpoint are compressed while loading for "staged" and "fused".
-        activation_format: "bf16" uses activations as they are; "nvfp4" quantizes them with the checkpoint's input
-            scales, "nvfp4_dynamic" with what each row needs. "auto" is "nvfp4" if the checkpoint has input scales for
-            all layers, "bf16" if it has none. Layers that the checkpoint's config says are weight-only, as
-            W4A16_NVFP4 is, are so with "auto" and "nvfp4", whatever input scales there are.
+        scale_strategy: how scales are kept and read.
+            "auto": compressed scales stay compressed, and the kernels choose how to read them; dense ones stay dense.
+            "staged": scales are compressed, and decoded before each GEMM into one workspace that all layers share.
+            "fused": scales are compressed, and the GEMM decodes what it reads.
+            "dense": scales are decoded once, while loading.
+            For "staged" and "fused", scales that are dense in the checkpoint are compressed while loading.
+        activation_format: "bf16" uses activations as they are, "nvfp4" quantizes them with the checkpoint's input
+            scales, "nvfp4_dynamic" with a scale computed for each row. "auto" is "nvfp4" if the checkpoint has input
+            scales for all layers, and "bf16" if it has none. With "auto" and "nvfp4", layers that are weight-only
+            according to the checkpoint's config, such as W4A16_NVFP4, stay so even if they have input scales.
         prefetch: decode the next layer's scales on a side stream while this layer's attention runs. Needs "staged".
-        fp8: what becomes of FP8 weights beside NVFP4 ones. "stored": they stay FP8 in memory, and each call dequantizes
-            those that it uses. "dequantized": once, while loading, which takes twice the memory and cannot be saved.
-        warm_up: compile the kernels that calls of up to 16,384 tokens launch, side by side, while weights are read.
-            False: each when it is first launched.
+        fp8: how FP8 weights beside NVFP4 ones are kept. "stored": they stay FP8 in memory, and each call dequantizes
+            those that it uses. "dequantized": they are dequantized once, while loading; that takes twice the memory,
+            and the model cannot be saved.
+        warm_up: while weights are read, compile in parallel the kernels that calls of up to 16,384 tokens launch.
+            False: compile each kernel when it is first launched.
     """
 
     def __init__(
@@ -67,21 +68,22 @@ class NVFP4CSFConfig(QuantizationConfigMixin):
     def from_dict(
         cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
     ) -> NVFP4CSFConfig | tuple[NVFP4CSFConfig, dict[str, Any]]:
-        """Make the config from a checkpoint's quantization config, ``config_dict``, or from its entry "checkpoint"."""
+        """Make the config from ``config_dict``, which is a checkpoint's quantization config, or has it as its entry
+        "checkpoint"."""
         config = cls(**{name: kwargs.pop(name) for name in _LOADING if name in kwargs})
         config.checkpoint = copy.deepcopy(dict(config_dict.get(CHECKPOINT, config_dict)))
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """The checkpoint's own `quantization_config`, which is what `save_pretrained` writes."""
+        """The checkpoint's own `quantization_config`, which `save_pretrained` writes."""
         own = {"quant_method": METHOD, **self.get_loading_attributes()}
         return copy.deepcopy(own if self.checkpoint is None else self.checkpoint)
 
     def drop_layers(self, modules: Collection[str]) -> None:
-        """Forget these layers: the model leaves them out, so `save_pretrained` does not write them either."""
+        """Forget these layers: the model leaves them out, so `save_pretrained` does not write them."""
         if self.checkpoint is not None and (named := self.checkpoint.get("quantized_layers")):
             self.checkpoint["quantized_layers"] = {name: named[name] for name in named if layer_of(name) not in modules}
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What the caller of `from_pretrained` decides, and not the checkpoint."""
+        """The options that the caller of `from_pretrained` decides, and not the checkpoint."""
         return {name: getattr(self, name) for name in _LOADING}

@@ -1,4 +1,4 @@
-"""The module that takes the place of a model's experts."""
+"""The module that replaces a model's experts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ IMPLEMENTATIONS = {
     "finegrained_kernels_staged": "staged",
     "finegrained_kernels_fused": "fused",
 }
-"""Names for `experts_implementation`, and the strategy each stands for; None is the one that was loaded with."""
+"""The names for `experts_implementation` with their strategies. None means the strategy with which the model was
+loaded."""
 
 GLOBALS = ("gate_up_global", "down_global", "gate_up_input_global", "down_input_global")
 
 
 class _Interface(ExpertsInterface):
-    """Every implementation that a model may be set to, by name or by transformers' own choice, runs our kernels."""
+    """Runs our kernels for every implementation that a model may be set to, by name or by transformers' own choice."""
 
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
         strategy = IMPLEMENTATIONS.get(experts_implementation or "")
@@ -43,15 +44,15 @@ _FORWARDS = {"staged": _run_staged, "fused": _run_fused}
 
 
 def run_other_experts(module: torch.nn.Module, *call: torch.Tensor) -> torch.Tensor:
-    """What our names mean for experts that are not NVFP4, in a model that also has some that are."""
+    """Runs experts that are not NVFP4 in a model that also has NVFP4 experts, when one of our names is set."""
     return grouped_mm_experts_forward(module, *call)
 
 
 class PackedModule(torch.nn.Module):
     """A module with packed weights, which are filled after transformers has initialized what it did not load.
 
-    Initialization asks parameters, not modules, where a model's own code goes through its `named_parameters`; and it
-    puts new ones in their place.
+    If a model's own code initializes its `named_parameters`, marks on parameters prevent that, not marks on modules.
+    And because parameters are replaced by new ones, each new one is marked.
     """
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
@@ -62,23 +63,23 @@ class PackedModule(torch.nn.Module):
 
 @use_experts_implementation(experts_interface=_Interface())
 class NVFP4ExpertsModule(PackedModule):
-    """Experts whose weights are packed NVFP4 and whose scales are compressed, or not.
+    """Experts with packed NVFP4 weights, and with scales that are compressed or dense.
 
     Attributes:
         gate_up_proj: packed uint8 `[E, 2 * I, H / 2]`, rows `[gate; up]`; under tensor or expert parallelism a DTensor.
         down_proj: packed uint8 `[E, H, I / 2]`.
-        num_experts: `E`, of this rank.
-        activation_format: as `moe_forward` takes it.
-        experts: the bundle's `NVFP4Experts` over this module's tensors; None until loaded or, in a copy, called.
-        stored: globals and input scales as in the checkpoint, and which of these it has, by projection, on the CPU,
-            for saving.
+        num_experts: `E`, the number of experts on this rank.
+        activation_format: as in `moe_forward`.
+        experts: the bundle's `NVFP4Experts` for this module's tensors; None until loaded or, in a copy, until called.
+        stored: globals and input scales as in the checkpoint, and which of them it has, by projection, on the CPU, for
+            saving.
 
-    Scales and globals are buffers, without an entry in the state dict; no cast to another dtype touches them.
+    Scales and globals are buffers that are not in the state dict; no cast to another dtype changes them.
     """
 
     gate_up_proj: torch.nn.Parameter
     down_proj: torch.nn.Parameter
-    _is_hf_initialized: bool  # transformers leaves such a module's tensors as they are
+    _is_hf_initialized: bool  # transformers does not initialize such a module's tensors
 
     def __init__(self, config: Any, plan: ExpertsPlan, schedule: Schedule, act_fn: torch.nn.Module) -> None:
         super().__init__()
@@ -107,12 +108,12 @@ class NVFP4ExpertsModule(PackedModule):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of workspace that decoding these scales needs."""
+        """Bytes of workspace needed to decode these scales."""
         return sum(scales.plane_bytes * scales.num_planes for scales in self._compressed().values())
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes that its scales take in memory, without the shared workspace."""
+        """Bytes of its scales in memory, without the shared workspace."""
         return sum(buffer.nbytes for name, buffer in self.named_buffers() if name not in GLOBALS)
 
     def forward(
@@ -126,13 +127,13 @@ class NVFP4ExpertsModule(PackedModule):
         return self.schedule.run(self, strategy, *call)
 
     def set_scales(self, name: str, scales: Any) -> None:
-        """Keep ``scales`` ("gate_up" or "down"), `NVFP4CSFScales` or dense bytes, as buffers."""
+        """Keep ``scales``, `NVFP4CSFScales` or dense bytes, as the buffers of ``name``, "gate_up" or "down"."""
         tensors = {"scales": scales} if isinstance(scales, torch.Tensor) else scales.state_dict()
         for field, tensor in tensors.items():
             self.register_buffer(f"{name}_{field}", tensor, persistent=False)
 
     def scales(self, name: str) -> Any:
-        """The scales called ``name``, as `set_scales` got them."""
+        """The scales called ``name``, as they were given to `set_scales`."""
         dense = self._buffers.get(f"{name}_scales")
         return dense.view(torch.float8_e4m3fn) if dense is not None else self._compressed()[name]
 
@@ -146,7 +147,7 @@ class NVFP4ExpertsModule(PackedModule):
         }
 
     def as_described(self, strategy: str) -> Any:
-        """`NVFP4Experts` of the shapes and dtypes that kernels read with ``strategy``, on the meta device."""
+        """`NVFP4Experts` on the meta device, with the shapes and dtypes that kernels read with ``strategy``."""
 
         tensors: dict[str, Any] = {"gate_up": local_part(self.gate_up_proj), "down": local_part(self.down_proj)}
         tensors |= {name: self._buffers[name] for name in GLOBALS if self._buffers.get(name) is not None}
@@ -158,7 +159,7 @@ class NVFP4ExpertsModule(PackedModule):
         return self.schedule.bundle.NVFP4Experts(**{name: tensor.to("meta") for name, tensor in tensors.items()})
 
     def prepare(self) -> None:
-        """Make `experts` from the tensors as they are now."""
+        """Make `experts` from the current tensors."""
         self.schedule.changed()
         self.experts = self.schedule.bundle.NVFP4Experts(
             gate_up=local_part(self.gate_up_proj),
@@ -170,11 +171,12 @@ class NVFP4ExpertsModule(PackedModule):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without `experts`, or a copy would have its tensors twice: the first call makes it again."""
+        """The state without `experts`, so that a copy does not have its tensors twice. The first call makes it
+        again."""
         return {**self.__dict__, "experts": None}
 
     def _apply(self, fn: Callable, recurse: bool = True) -> NVFP4ExpertsModule:
-        """Move, never cast: packed weights, scale bytes and float32 globals have no other dtype."""
+        """Move tensors, but never cast them: packed weights, scale bytes and float32 globals have no other dtype."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -188,7 +190,7 @@ class NVFP4ExpertsModule(PackedModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *found: list[str]
     ) -> None:
-        """Accept only this module's own weights: others would be read with the wrong scales."""
+        """Accept only this module's own weights, because others would be read with the wrong scales."""
         *_, errors = found
         for name, parameter in self.named_parameters(recurse=False):
             given = state_dict.get(prefix + name)
@@ -208,10 +210,10 @@ def nvfp4_experts(model: torch.nn.Module) -> list[NVFP4ExpertsModule]:
 
 
 def set_scale_strategy(model: torch.nn.Module, strategy: str, *, prefetch: bool = False) -> None:
-    """From now on, read compressed scales in another way: "auto", "staged" or "fused". Nothing is loaded again.
+    """From now on, read compressed scales with another strategy: "auto", "staged" or "fused". Nothing is loaded again.
 
     Raises:
-        ValueError: another strategy, `prefetch` without "staged", or no compressed scales to choose a way for.
+        ValueError: the strategy is none of these, `prefetch` is set without "staged", or no scales are compressed.
     """
     from finegrained_kernels.integrations.transformers.linear import nvfp4_linears
 
@@ -228,5 +230,5 @@ def set_scale_strategy(model: torch.nn.Module, strategy: str, *, prefetch: bool 
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, where transformers made the parameter a DTensor."""
+    """This rank's part of a parameter, which transformers may have turned into a DTensor."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()

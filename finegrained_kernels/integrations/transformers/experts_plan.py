@@ -1,7 +1,7 @@
-"""Which of a model's modules a checkpoint's NVFP4 experts belong to.
+"""Finds the module of a model to which a checkpoint's NVFP4 experts belong.
 
-The model's structure says it, not its name: transformers' own conversions tell where the weight of an expert's
-projection goes, so the scales go there too; and the module it goes to must be one that these kernels can stand in for.
+This depends on the model's structure, not on its name: transformers' own conversions tell where the weight of an
+expert's projection goes, so its scales go there too. That module has to be one that these kernels can replace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-_UNIT = 32  # weights along K, in the GEMMs
+_UNIT = 32  # in the GEMMs, K is a multiple of it
 _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 
 
@@ -31,7 +31,7 @@ _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_c
 class ExpertsPlan:
     """One layer's experts: the model's module, the checkpoint's name for it, and the planes by expert.
 
-    ``halves`` has the planes of gate and up, ``down`` those of the down projection. Where one tensor has gate and up,
+    ``halves`` has the planes of gate and up, ``down`` those of the down projection. If one tensor has both gate and up,
     their planes are the same.
     """
 
@@ -42,12 +42,12 @@ class ExpertsPlan:
 
     @property
     def is_fused(self) -> bool:
-        """Whether gate and up, in this order, are rows of one plane."""
+        """Whether gate and up are rows of one plane, in this order."""
         return self.halves[0] is self.halves[1]
 
     @property
     def half_rows(self) -> list[range]:
-        """Which rows of their planes gate and up are."""
+        """Which rows of their planes are gate, and which are up."""
         rows = self.halves[0][0].rows
         return [range(rows // 2), range(rows // 2, rows)] if self.is_fused else [range(rows)] * 2
 
@@ -57,7 +57,7 @@ class ExpertsPlan:
 
     @property
     def stands_in_for(self) -> list[str]:
-        """The model's parameters that these planes' weights fill."""
+        """The model's parameters into which these planes' weights go."""
         return [f"{self.module}.{name}" for name in (GATE_UP, DOWN)]
 
     @property
@@ -77,7 +77,7 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
     """The plan of the layer ``source``. ``model`` is on the meta device, unchanged.
 
     Raises:
-        CheckpointError: experts that do not fit the model, by layer, expert and projection.
+        CheckpointError: experts do not fit the model. The message names layer, expert and projection.
     """
     found = checkpoint.experts[source]
     places: dict[tuple[str, int], tuple[str, str]] = {}
@@ -85,7 +85,7 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
         target, pattern = rename(f"{source}.0.{projection}.weight")
         module, _, parameter = target.rpartition(".")
         if pattern is None or parameter not in (GATE_UP, DOWN) or target not in rename.state:
-            target, _ = rename(f"{source}.{projection}")  # one tensor has all experts, as in the model
+            target, _ = rename(f"{source}.{projection}")  # one tensor has all experts, like in the model
             module, _, parameter = target.rpartition(".")
             if parameter not in (GATE_UP, DOWN) or target not in rename.state:
                 shard = checkpoint.located[next(p for (_, name), p in found.items() if name == projection).weight][0]
@@ -147,7 +147,7 @@ def _check_shapes(checkpoint: Checkpoint, plan: ExpertsPlan, state: Mapping[str,
 
 
 def _check_structure(module: torch.nn.Module, plan: ExpertsPlan) -> None:
-    """Raise unless the kernels compute what this module does: down(silu(gate(x)) * up(x)), rows [gate; up]."""
+    """Raise unless the kernels compute what this module does: down(silu(gate(x)) * up(x)), with rows [gate; up]."""
     wrong = [
         f"{name} is {getattr(module, name, None)}"
         for name, want in _STRUCTURE.items()

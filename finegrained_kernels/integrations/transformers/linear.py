@@ -1,4 +1,4 @@
-"""The modules that take the place of quantized linear layers."""
+"""The modules that replace quantized linear layers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class StoredLinear(PackedModule):
 
     Attributes:
         weight: uint8 `[out_features, bytes of a row]`; under tensor parallelism a DTensor.
-        bias: as in the layer that this one replaces, or None; transformers loads it.
-        stored: the checkpoint's other tensors of the layer, by name, on the CPU, for saving.
+        bias: as in the layer that this one replaces, or None. It is loaded by transformers.
+        stored: the layer's other tensors in the checkpoint, by name, on the CPU, for saving.
     """
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
-    _is_hf_initialized: bool  # transformers leaves such a module's tensors as they are
-    _hf_quantized_needs_local_tp = True  # transformers' parallel plans hand this rank's part over as a plain tensor
+    _is_hf_initialized: bool  # transformers does not initialize such a module's tensors
+    _hf_quantized_needs_local_tp = True  # transformers' parallel plans then pass this rank's part as a plain tensor
 
     def __init__(self, replaced: torch.nn.Linear, row_bytes: int) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class StoredLinear(PackedModule):
         return self.weight.device
 
     def prepare(self) -> None:
-        """Derive again what depends on the tensors, after they have changed."""
+        """Compute again what depends on the tensors, after they have changed."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> StoredLinear:
-        """Move, never cast: only the bias has another dtype."""
+        """Move tensors, but never cast them, except for the bias."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -56,7 +56,7 @@ class StoredLinear(PackedModule):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict, strict: bool, *found: list[str]
     ) -> None:
-        """Accept only this module's own weight: another would be read with the wrong scales."""
+        """Accept only this module's own weight, because another would be read with the wrong scales."""
         *_, errors = found
         given = state_dict.get(f"{prefix}weight")
         if given is not None and not torch.equal(given.to(self.device), self.weight):
@@ -69,18 +69,18 @@ class StoredLinear(PackedModule):
 
 
 class NVFP4Linear(StoredLinear):
-    """A linear layer with packed NVFP4 weights and scales that are compressed, or not.
+    """A linear layer with packed NVFP4 weights, and with scales that are compressed or dense.
 
     Attributes:
         weight: packed uint8 `[N, K / 2]`.
         activation_format: "bf16" for W4A16, None for W4A4, as `matmul_2d` takes it.
-        weight_global: float32 `[1]`, multiplies the weights. A buffer, as the three that follow.
-        input_global: float32 `[1]`, multiplies quantized activations; None measures each row.
+        weight_global: float32 `[1]`, multiplier of the weights. It is a buffer, like the three that follow.
+        input_global: float32 `[1]`, multiplier of quantized activations; None computes one for each row.
         pre_quant_scale: `[K]`, multiplies the activations first; None in most checkpoints.
-        dense_scales, or bases, codes, exceptions and exception_offsets: the scales, dense bytes `[1, N, K / 16]`, or
+        dense_scales, or bases, codes, exceptions and exception_offsets: the scales, as dense bytes `[1, N, K / 16]` or
             compressed.
 
-    Buffers have no entry in the state dict, and no cast to another dtype touches them.
+    Buffers are not in the state dict, and no cast to another dtype changes them.
     """
 
     weight_global: torch.Tensor
@@ -97,7 +97,7 @@ class NVFP4Linear(StoredLinear):
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes that its scales take in memory."""
+        """Bytes of its scales in memory."""
         return sum(
             buffer.nbytes
             for name, buffer in self.named_buffers()
@@ -115,22 +115,24 @@ class NVFP4Linear(StoredLinear):
             self.register_buffer(name, tensor, persistent=False)
 
     def read_scales(self) -> Any:
-        """The scales, as `set_scales` got them; dense ones as float8_e4m3fn."""
+        """The scales, as they were given to `set_scales`; dense ones as float8_e4m3fn."""
         if not self.is_compressed:
             return self.get_buffer("dense_scales").view(torch.float8_e4m3fn)
         kind = self.schedule.bundle.NVFP4CSFScales
         return kind(**{name: self._buffers[name] for name in kind.__dataclass_fields__})
 
     def as_pair(self) -> tuple[torch.Tensor, Any]:
-        """Weight and scales, as the bundle's `matmul_2d` and `warm_up` take them."""
+        """(weight, scales), as the bundle's `matmul_2d` and `warm_up` take them."""
         scales = self.read_scales()
         return local_part(self.weight), scales[0] if isinstance(scales, torch.Tensor) else scales
 
     def prepare(self) -> None:
-        """Prepare the tensors as they are now for running: after loading, and after each move."""
+        """Prepare the current tensors for running, after loading and after each move."""
         if self.is_compressed or "dense_scales" in self._buffers:
             for tensor in (local_part(self.weight), *self.buffers()):
-                torch._dynamo.mark_static_address(tensor, guard=False)  # or a CUDA graph would copy it at every replay
+                torch._dynamo.mark_static_address(
+                    tensor, guard=False
+                )  # otherwise, a CUDA graph would copy it in every replay
             self._ready = self._operands()
 
     def _operands(self) -> tuple[torch.Tensor, Any]:
@@ -153,7 +155,7 @@ class NVFP4Linear(StoredLinear):
         return out if self.bias is None else out + self.bias
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the tensors that a copy would have twice."""
+        """The state without tensors that a copy would otherwise have twice."""
         return {**self.__dict__, "_ready": None}
 
     def extra_repr(self) -> str:
@@ -162,15 +164,15 @@ class NVFP4Linear(StoredLinear):
 
 
 class FP8Linear(StoredLinear):
-    """A linear layer with FP8 weights, E4M3, that are dequantized by each call, or once.
+    """A linear layer with FP8 (E4M3) weights, which are dequantized by each call, or once.
 
-    Activations stay as they are. Dequantized, a weight is its code times its scale, in float32, rounded once to the
-    activations' dtype.
+    Activations stay as they are. A dequantized weight is its code times its scale, in float32, rounded once to the
+    dtype of the activations.
 
     Attributes:
         weight: uint8 `[N, K]`, the bytes of E4M3 codes; once dequantized, the weight in the model's dtype.
-        scale: float32, a buffer, one for each `block`: `[1, 1]`, `[N, 1]`, or `[N, K]` over block's.
-        block: rows and columns that share a scale.
+        scale: float32 buffer with one scale for each `block`: `[1, 1]`, `[N, 1]`, or `[N, K]` divided by `block`.
+        block: the number of rows and of columns that share a scale.
     """
 
     scale: torch.Tensor | None
@@ -197,7 +199,7 @@ class FP8Linear(StoredLinear):
         return (codes * scale).to(dtype)
 
     def dequantize(self, dtype: torch.dtype) -> None:
-        """Keep the weight in ``dtype`` from now on, and no FP8."""
+        """From now on keep the weight in ``dtype``, and no longer in FP8."""
         weight = self.dequantized(dtype)
         if hasattr(self.weight, "to_local"):
             from torch.distributed.tensor import DTensor

@@ -1,4 +1,5 @@
-"""Which of a model's linear layers a checkpoint has in NVFP4 or FP8, and whether they can stand in for them."""
+"""Finds a model's linear layers that a checkpoint has in NVFP4 or FP8, and checks whether these kernels can replace
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 PRE_QUANT_SCALE = ".pre_quant_scale"
 _ROWS, _COLS = 16, 32
-"""Rows and columns of an NVFP4 weight must be multiples of these, in the GEMMs."""
+"""In the GEMMs, rows and columns of an NVFP4 weight have to be multiples of these."""
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 FP8 = "F8_E4M3"
@@ -45,7 +46,7 @@ class LinearPlan:
 
     @property
     def pre_quant_scale(self) -> str:
-        """Name of the tensor that multiplies the activations, in the layers that have one."""
+        """The name of the tensor that multiplies the activations, if the layer has one."""
         return self.source + PRE_QUANT_SCALE
 
     @property
@@ -57,8 +58,8 @@ class LinearPlan:
 class FP8Plan:
     """One FP8 layer: the model's module, and the checkpoint's names for its tensors.
 
-    ``block`` are the rows and columns of weights that share a scale. ``others`` are scales of its activations, which
-    nothing here reads, and saving writes again.
+    ``block`` is the number of rows and columns of weights that share a scale. ``others`` are scales of its activations,
+    which nothing here uses, but saving writes again.
     """
 
     module: str
@@ -83,7 +84,7 @@ class FP8Plan:
 def plan_linear(
     model: PreTrainedModel, checkpoint: Checkpoint, plane: Plane, rename: Renaming, faults: list[Fault]
 ) -> LinearPlan | None:
-    """The plan of an NVFP4 layer that is no fused expert; None, and a fault, for one that cannot be run."""
+    """The plan of an NVFP4 layer that is not a fused expert; None, and a fault, if it cannot be run."""
     shard, info = checkpoint.located[plane.weight]
     rows, cols = plane.rows, plane.cols * 16
     module = _linear_of(model, plane.weight, plane.module, (rows, cols), "NVFP4", (shard, info), rename, faults)
@@ -112,10 +113,10 @@ def plan_fp8(
     rename: Renaming,
     faults: list[Fault],
 ) -> FP8Plan | None:
-    """The plan of the FP8 layer that has ``weight``; None, and a fault, for one that cannot be run.
+    """The plan of the FP8 layer with this ``weight``; None, and a fault, if it cannot be run.
 
     Args:
-        block: rows and columns of a weight that share a scale where there is more than one a row.
+        block: rows and columns of a weight that share a scale, if a row has several scales.
     """
     source = weight.removesuffix(".weight")
     shard, info = checkpoint.located[weight]
@@ -143,7 +144,8 @@ def plan_fp8(
 
 
 def _block_of(shape: Sequence[int], scale: TensorInfo, block: Sequence[int]) -> tuple[int, int] | None:
-    """What shares a scale of FP8 weights ``[N, K]``; None if the scale does not fit. ModelOpt's blocks are 4-D."""
+    """Rows and columns of FP8 weights ``[N, K]`` that share a scale; None if the scale does not fit. ModelOpt's blocks
+    are 4-D."""
     rows, cols = shape
     extents = (
         tuple(extent for i, extent in enumerate(scale.shape) if i % 2 == 0) if len(scale.shape) == 4 else scale.shape
@@ -171,7 +173,7 @@ def _linear_of(
     rename: Renaming,
     faults: list[Fault],
 ) -> str | None:
-    """The model's linear layer that a weight ``[N, K]`` belongs to."""
+    """The model's linear layer to which a weight ``[N, K]`` belongs; None, and a fault, if there is none."""
     shard, info = located
     target, pattern = rename(f"{source}.weight")
     module, _, parameter = target.rpartition(".")

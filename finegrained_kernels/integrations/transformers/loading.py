@@ -1,4 +1,5 @@
-"""From a checkpoint's shards into modules that transformers has allocated: a layer at a time, this rank's part only."""
+"""Loads a checkpoint's shards into modules that transformers has allocated: one layer at a time, and only this rank's
+part."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from finegrained_kernels.integrations.transformers.linear import FP8Linear, NVFP
 from finegrained_kernels.integrations.transformers.linear_plan import FP8Plan, LinearPlan
 
 STAGING_BYTES = 32 << 20
-"""Bytes of packed weights that are read at once."""
+"""How many bytes of packed weights are read at a time."""
 
 
 class Part(NamedTuple):
-    """What this rank holds of a layer: some experts whole, or a slice of each."""
+    """This rank's part of a layer: some experts as a whole, or a slice of each."""
 
     experts: range
     tp_rank: int = 0
@@ -32,7 +33,7 @@ class Part(NamedTuple):
 
 
 def part_of(module: NVFP4ExpertsModule, plan: ExpertsPlan) -> Part:
-    """Which part transformers' parallel plan gave to this rank, read off the parameter that it cut."""
+    """The part that transformers' parallel plan gave to this rank, inferred from the parameter that it cut."""
     cut = _cut_of(module.gate_up_proj, plan.module)
     if cut is None:
         return Part(range(plan.num_experts))
@@ -58,17 +59,18 @@ def _cut_of(parameter: torch.Tensor, module: str) -> _Cut | None:
     if len(split) > 1:
         raise CheckpointError(f"{module}: cut along several mesh dimensions, which is not supported: {placements}")
     (i_mesh, placement) = split[0]
-    mesh: Any = getattr(parameter, "device_mesh", None)  # a parameter with placements is a DTensor, which has a mesh
+    mesh: Any = getattr(parameter, "device_mesh", None)  # a parameter with placements is a DTensor, so it has a mesh
     return _Cut(placement.dim % parameter.dim(), mesh.get_local_rank(i_mesh), mesh.size(i_mesh))
 
 
 def load_experts(
     reader: TensorReader, plan: ExpertsPlan, module: NVFP4ExpertsModule, *, strategy: str, input_scales: bool
 ) -> None:
-    """Fill the module's weights in place, and give it scales and globals.
+    """Fill the module's weights in place, and set its scales and globals.
 
     Raises:
-        CheckpointError: sizes that cannot be cut, malformed planes, unlike input scales. Names shard and tensor.
+        CheckpointError: sizes cannot be cut, planes are malformed, or input scales differ. The message names shard and
+            tensor.
     """
     part, device = part_of(module, plan), module.device
     halves = [[half[expert] for expert in part.experts] for half in plan.halves]
@@ -95,7 +97,7 @@ def load_experts(
 def load_linear(
     reader: TensorReader, plan: LinearPlan, module: NVFP4Linear, *, strategy: str, activations: str
 ) -> None:
-    """The same for a linear layer. ``activations`` is one of those that `choose_activations` chooses between."""
+    """The same for a linear layer. ``activations`` is one of the results of `choose_activations`."""
     cut, device, plane = _cut_of(module.weight, plan.module), module.device, plan.plane
     _refuse_packed_plans(module, plan.module)
     by_columns = cut is not None and cut.dim == 1
@@ -164,7 +166,7 @@ DTYPES = {
     **{"U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu},
     **{"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
 }
-"""The dtypes that quantized layers consist of, by their names in safetensors."""
+"""The dtypes of tensors of quantized layers, by their names in safetensors."""
 
 
 def _refuse_packed_plans(module: StoredLinear, name: str) -> None:
@@ -176,9 +178,9 @@ def _refuse_packed_plans(module: StoredLinear, name: str) -> None:
 def _read_scales(
     bundle: ModuleType, reader: TensorReader, stack: list[list[Plane]], strategy: str, cut: dict[str, Any]
 ) -> Any:
-    """`NVFP4CSFScales`, or dense bytes uint8 `[E, N, C]`, as the strategy wants them.
+    """`NVFP4CSFScales`, or dense bytes uint8 `[E, N, C]`, depending on the strategy.
 
-    What the format does not hold, such as planes of more than 2^24 bytes, stays dense.
+    Planes that the format does not support, such as those of more than 2^24 bytes, stay dense.
     """
     dense = not any(plane.compressed for planes in stack for plane in planes)
     first = stack[0][0]
@@ -198,7 +200,7 @@ def _read_weights(
     part: Part,
     by_columns: bool,
 ) -> None:
-    """Fill `weights [E, N, K / 2]`, stacked by rows, a few experts at a time."""
+    """Fill `weights [E, N, K / 2]`, in which halves are stacked by rows, a few experts at a time."""
     num_experts, num_rows, num_bytes = weights.shape
     rows = num_rows // len(stack)
     columns = slice(part.tp_rank * num_bytes, (part.tp_rank + 1) * num_bytes) if by_columns else slice(None)
@@ -220,7 +222,7 @@ def _read_weights(
 def _read_stored(
     reader: TensorReader, stack: Sequence[Sequence[Plane]], name_of: Callable[[Plane], str]
 ) -> torch.Tensor:
-    """Single float32 values as they are in the checkpoint, `[E, halves]`, for saving; zero where it has none."""
+    """Single float32 values as they are in the checkpoint, `[E, halves]`, for saving; zero if it has none."""
 
     def read(plane: Plane) -> bytes | memoryview:
         name = name_of(plane)
@@ -231,7 +233,8 @@ def _read_stored(
 
 
 def _weight_globals(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored: torch.Tensor) -> torch.Tensor:
-    """Second-level scales as multipliers, float32 `[E]` or `[E, 2]`. Zero is one, of an expert that is all zeros."""
+    """Second-level scales as multipliers, float32 `[E]` or `[E, 2]`. They may be zero, if all weights of an expert
+    are."""
     multipliers = read_globals(reader, stack)
     values = multipliers.view(stored.shape)
     for expert, half in (~(values.isfinite() & (values >= 0))).nonzero().tolist():
@@ -242,7 +245,7 @@ def _weight_globals(reader: TensorReader, stack: Sequence[Sequence[Plane]], stor
 
 
 def _input_scales(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored: torch.Tensor) -> torch.Tensor:
-    """Multipliers of the activations, float32 `[E]`: gate and up, which read the same ones, must have the same."""
+    """Multipliers of the activations, float32 `[E]`. Gate and up read the same activations, so theirs must be equal."""
 
     def fault(expert: int, half: int, message: str) -> CheckpointError:
         name = stack[half][expert].input_scale

@@ -1,4 +1,5 @@
-"""What loading a checkpoint into a model takes, layer by layer, and everything that can be checked before it."""
+"""Plans how a checkpoint is loaded into a model, layer by layer, and checks everything that can be checked before
+that."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _KV_SCALE = re.compile(r"(.*\.)?\w*(attn|attention)\.(.*\.)?((k|v|q|kv|prob)_sca
 _QUANTIZATION = re.compile(
     r"scale|zero_point|zeros|quant|amax|absmax|g_idx|packed|nvfp4|mxfp|weight_shape|codebook|lora_|hadamard|rotation|SCB"
 )
-"""Words that no plain parameter has in the last part of its name: they show that something quantized is left unread."""
+"""Words that do not occur in the last part of a plain parameter's name. They show that a quantized tensor is left
+unread."""
 
 
 @dataclass
@@ -42,8 +44,8 @@ class ModelPlan:
     """A model's quantized layers, each list in the model's order.
 
     Attributes:
-        kept: names of tensors that nothing reads, and saving writes again: scales of a quantized KV cache.
-        hidden: names of the checkpoint's tensors that transformers does not load: quantized layers', and `kept`.
+        kept: names of tensors that nothing uses, but saving writes again: the scales of a quantized KV cache.
+        hidden: names of the checkpoint's tensors that transformers does not load: quantized layers' own, and `kept`.
         left_out: modules that the model's class leaves out, such as layers that predict further tokens.
     """
 
@@ -60,7 +62,7 @@ class ModelPlan:
 
     @property
     def stood_in(self) -> set[str]:
-        """The model's parameters that are not filled by transformers."""
+        """The model's parameters that transformers does not fill."""
         return {name for plan in (*self.nvfp4, *self.fp8) for name in plan.stands_in_for}
 
 
@@ -68,7 +70,8 @@ def plan_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelPlan:
     """A plan for each quantized layer. ``model`` is on the meta device, unchanged.
 
     Raises:
-        CheckpointError: anything in checkpoint or config that does not fit the model, by shard, tensor and layer.
+        CheckpointError: something in the checkpoint or config does not fit the model. The message names shard, tensor
+            and layer.
     """
     raise_faults(checkpoint.faults)
     rename = Renaming(model)
@@ -125,7 +128,7 @@ def _block_size(checkpoint: Checkpoint, weight: str) -> tuple[int, int]:
 
 
 def _check_config(checkpoint: Checkpoint) -> None:
-    """Raise unless the layers that config.json names are those that the checkpoint has."""
+    """Raise unless the quantized layers in config.json are those in the checkpoint."""
     said = checkpoint.quantization
     marked, faults = marked_layers({"quantization_config": said.section if said else {}})
     raise_faults(faults)
@@ -150,7 +153,7 @@ def _check_config(checkpoint: Checkpoint) -> None:
             continue
         named = f"named as {form.algorithm}, but the checkpoint has no such"
         if module in modules and form.family != NVFP4:
-            continue  # said below
+            continue  # reported below
         if module in fp8 and form.family == NVFP4:
             faults.append(Fault(CONFIG, module, f"named as {form.algorithm}, but the checkpoint has it in FP8"))
         elif form.family == OTHER:
@@ -172,7 +175,7 @@ def _check_config(checkpoint: Checkpoint) -> None:
 
 
 def _check_nothing_ignored(checkpoint: Checkpoint, plan: ModelPlan, rename: Renaming) -> None:
-    """Raise if a tensor is quantized, or belongs to a quantized layer, and nothing reads it."""
+    """Raise if nothing reads a tensor that is quantized or belongs to a quantized layer."""
     sources = {one.source for one in plan.experts}
     linears = {one.source for one in plan.linears} | {one.source for one in plan.fp8}
     faults = []
@@ -195,7 +198,8 @@ def _check_nothing_ignored(checkpoint: Checkpoint, plan: ModelPlan, rename: Rena
 
 
 def _check_nothing_missing(model: PreTrainedModel, checkpoint: Checkpoint, plan: ModelPlan, rename: Renaming) -> None:
-    """Raise if transformers would initialize anything at random because a tensor is missing or has another shape."""
+    """Raise if transformers would initialize a parameter at random, because its tensor is missing or has another
+    shape."""
     loaded: set[str] = set()
     faults = []
     for name, (shard, info) in checkpoint.located.items():
@@ -220,6 +224,6 @@ def _check_nothing_missing(model: PreTrainedModel, checkpoint: Checkpoint, plan:
 
 
 def belongs_to(name: str, sources: Iterable[str]) -> bool:
-    """Whether a tensor of the checkpoint is part of experts in one of the layers ``sources``."""
+    """Whether a tensor of the checkpoint belongs to experts in one of the layers ``sources``."""
     head, separator, _ = name.rpartition(".experts.")
     return bool(separator) and f"{head}.experts" in sources

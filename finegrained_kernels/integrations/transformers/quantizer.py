@@ -1,4 +1,4 @@
-"""How transformers is made to load, and save, models with NVFP4 layers."""
+"""Makes transformers load and save models with NVFP4 layers."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 RESERVED = "reserved"
-"""A buffer of the size that a layer's scales will have, while a device is sought for the layer."""
+"""The name of a buffer as large as the layer's scales will be, while a device is chosen for the layer."""
 
 
 class NVFP4CSFQuantizer(HfQuantizer):
-    """What is not quantized is loaded by transformers; memory for the rest is allocated by it, where it puts the layer.
+    """Loads quantized layers. transformers loads everything else, and allocates the memory of all layers where it puts them.
 
-    Before loading, all is checked that headers tell, and quantized layers are replaced by modules of packed weights,
-    which transformers allocates as it does weights that a checkpoint lacks. After loading, they are filled in place.
+    Before loading, everything that headers tell is checked, and quantized layers are replaced by modules with packed
+    weights, which transformers allocates like weights that are missing in a checkpoint. After loading, they are filled
+    in place.
     """
 
     requires_calibration = True
     quantization_config: NVFP4CSFConfig
 
     def __init__(self, quantization_config: NVFP4CSFConfig, **kwargs: Any) -> None:
-        # The checkpoint itself, and not only config.json, says whether these kernels can load it.
+        # Whether these kernels can load the checkpoint depends on its tensors, not only on config.json.
         super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})
         self.plan = ModelPlan()
         self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -65,7 +66,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
         self._kept: dict[str, torch.Tensor] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        load()  # before transformers makes meta the default device: modules may create tensors when they are imported
+        load()  # now, before transformers makes meta the default device: modules may create tensors when imported
         device_map = kwargs.get("device_map")
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError("device_map: NVFP4 layers cannot be offloaded to disk")
@@ -78,7 +79,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         checkpoint = open_checkpoint(_root_of(kwargs.get("checkpoint_files")))
         config = self.quantization_config
-        if config.checkpoint is None and checkpoint.quantization is not None:  # it was not on this machine before
+        if config.checkpoint is None and checkpoint.quantization is not None:  # it was not on this machine yet
             config.checkpoint = dict(checkpoint.quantization.section)
         self.plan = plan = plan_model(model, checkpoint)
         config.drop_layers(plan.left_out)
@@ -117,7 +118,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
         module: NVFP4ExpertsModule | NVFP4Linear,
         by_size: bool,
     ) -> None:
-        """Put a module in the place of the one that it replaces. ``by_size``: a device map is made of sizes."""
+        """Put a module in the place of the one that it replaces. ``by_size``: the device map will depend on sizes."""
         assert self._checkpoint is not None  # opened before
         module.activation_format = "bf16" if self._activations[plan.source] == BF16 else None
         size = self._scale_bytes(self._checkpoint, plan) if by_size else 1
@@ -142,7 +143,7 @@ class NVFP4CSFQuantizer(HfQuantizer):
             if module.device.type == "meta":
                 _bring_back(module)
             if hasattr(module, RESERVED):
-                delattr(module, RESERVED)  # last: accelerate brings back all the tensors that it took
+                delattr(module, RESERVED)  # last: accelerate brings back all tensors that it has moved
         text = model.config.get_text_config()
         top_k = getattr(text, "num_experts_per_tok", None) or 8
         ahead = WarmUp(load() if config.warm_up else None, model.dtype, top_k)
@@ -165,14 +166,14 @@ class NVFP4CSFQuantizer(HfQuantizer):
         for layer in plan.nvfp4[:1]:
             model.get_submodule(layer.module).schedule.prepare()
         ahead.finish()
-        self._checkpoint = None  # its headers are large, and all that saving needs is in `plan` and `forms`
+        self._checkpoint = None  # its headers are large, and saving only needs `plan` and `forms`
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The state dict with the checkpoint's own tensors for all that is quantized.
+        """The state dict, with the checkpoint's own tensors for everything that is quantized.
 
         Raises:
-            ValueError: the model is spread over ranks, or was dequantized.
+            ValueError: the model is distributed over ranks, or was dequantized.
         """
         if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
             raise ValueError(
@@ -201,14 +202,14 @@ class NVFP4CSFQuantizer(HfQuantizer):
         return True
 
     def _scale_bytes(self, checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> int:
-        """Bytes that the layer's scales will take on their device, without the workspace."""
+        """How many bytes the layer's scales will take on their device, without the workspace."""
         if self.quantization_config.scale_strategy == "dense":
             return sum(plane.nbytes for plane in plan.planes)
         return sum(checkpoint.located[name][1].nbytes for plane in plan.planes for name in plane.tensors)
 
 
 def _untie(model: PreTrainedModel, stood_in: set[str]) -> None:
-    """A quantized head has weights of its own, whatever the config says: they are in the checkpoint."""
+    """Untie a quantized head: its weights are in the checkpoint, whatever the config says."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     quantized = [name for name, source in tied.items() if name in stood_in or source in stood_in]
     for name in quantized:
@@ -219,10 +220,11 @@ def _untie(model: PreTrainedModel, stood_in: set[str]) -> None:
 
 
 def _bring_back(module: NVFP4ExpertsModule | StoredLinear) -> None:
-    """Have accelerate move activations to a layer on the CPU, beside a GPU, instead of its weights to the GPU.
+    """For a layer on the CPU in a model on a GPU, have accelerate move the activations to the CPU instead of the
+    weights to the GPU.
 
     Raises:
-        ValueError: it is on no device.
+        ValueError: the layer is on no device.
     """
     if hasattr(module, "_hf_hook"):
         from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
@@ -234,7 +236,7 @@ def _bring_back(module: NVFP4ExpertsModule | StoredLinear) -> None:
 
 
 def _root_of(checkpoint_files: list[str] | None) -> Path:
-    """The directory that has the config of a checkpoint with these shards, which may lie in a subfolder."""
+    """The directory with the config of a checkpoint that has these shards, which may be in a subfolder."""
     if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
         raise CheckpointError(f"NVFP4 layers are loaded from safetensors files, got {checkpoint_files}")
     parents = Path(checkpoint_files[0]).parents

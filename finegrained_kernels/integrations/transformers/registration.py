@@ -23,12 +23,12 @@ from finegrained_kernels.integrations.transformers.quantizer import NVFP4CSFQuan
 def register() -> None:
     """Register the config, the quantizer and the experts implementations. Doing so again is harmless.
 
-    transformers chooses a quantizer by `quant_method`, of config.json's own `quantization_config`. NVFP4 checkpoints
-    have several, which are other checkpoints' as well, and some have their config elsewhere: so where transformers
-    chooses, it is asked first what the checkpoint is.
+    transformers chooses a quantizer by the `quant_method` of `quantization_config` in config.json. NVFP4 checkpoints
+    have several such methods, which other checkpoints also use, and some have their config elsewhere. So the function
+    of transformers that chooses is wrapped, and first finds out what the checkpoint is.
 
     Raises:
-        RuntimeError: something else registered ModelOpt checkpoints.
+        RuntimeError: something else has registered ModelOpt checkpoints.
     """
     configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
     if configs.get(MODELOPT, NVFP4CSFConfig) is not NVFP4CSFConfig:
@@ -54,12 +54,12 @@ def _claiming(choose: Callable) -> Callable:
 
 
 def claim(config: PreTrainedConfig, *, asked: bool) -> None:
-    """Make an NVFP4 checkpoint's config say that it is ours. ``asked``: the caller says so.
+    """Mark an NVFP4 checkpoint's config as ours. ``asked``: the caller has requested it.
 
     Raises:
-        CheckpointError: the quantization config cannot be understood, and the checkpoint is to be ours.
+        CheckpointError: the caller has requested it, and the quantization config cannot be understood.
     """
-    if getattr(config, WEIGHTS, None) == NOTICE:  # a message to those without this import, and not the name of a file
+    if getattr(config, WEIGHTS, None) == NOTICE:  # a message for those without this import, not a file's name
         delattr(config, WEIGHTS)
     document = config.to_dict()
     _, section = find_section(document)
@@ -71,7 +71,7 @@ def claim(config: PreTrainedConfig, *, asked: bool) -> None:
     if not asked:
         try:
             quantization = read_quantization(document, own)
-        except ValueError:  # what is not ours to read is not ours to refuse
+        except ValueError:  # other checkpoints are not ours to refuse
             return
         if quantization is None or not quantization.has_nvfp4:
             return

@@ -33,21 +33,21 @@ class Renaming:
         return next(entry for entry in self._converters if pattern in entry.source_patterns)
 
     def is_plain(self, name: str) -> bool:
-        """Whether a tensor is a parameter of the model as it is, and not part of a fused one."""
+        """Whether a tensor is a parameter of the model by itself, and not part of a fused one."""
         target, pattern = self(name)
         return pattern is None and target in self.state
 
     def is_unknown(self, name: str) -> bool:
-        """Whether nothing in the model reads a tensor, and its class does not say so."""
+        """Whether nothing in the model reads a tensor, and the model's class does not say that it may be ignored."""
         return not any(target in self.state for target in self.targets(name)) and not self.leaves_out(name)
 
     def leaves_out(self, name: str) -> bool:
-        """Whether the model has no such tensor, and its class says that checkpoints may have it all the same."""
+        """Whether the model has no such tensor, and its class says that checkpoints may have it."""
         target, _ = self(name)
         return target not in self.state and any(p.search(key) for p in self._unwanted for key in (name, target))
 
     def targets(self, name: str) -> list[str]:
-        """All parameters that a tensor becomes part of."""
+        """All parameters of which a tensor becomes a part."""
         target, pattern = self(name)
         if target not in self.state and name in self.state:
             return [name]

@@ -1,4 +1,4 @@
-"""From loaded modules back to the tensors that their checkpoint has, by the names that it has."""
+"""Turns loaded modules back into the tensors of their checkpoint, under its names."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Form = tuple[str, tuple[int, ...]]
 
 
 class HideQuantized(WeightRenaming):
-    """Keeps transformers' conversions off what is quantized: it sees those tensors by names that mean nothing to it.
+    """Hides quantized tensors from transformers' conversions, under names that mean nothing to it.
 
-    Loading, they are then unexpected, and left to us; saving, the names that `state_of` gives survive every other
-    renaming, whatever it adds around them, and become the checkpoint's again.
+    When loading, they are then unexpected, and left to us. When saving, the names that `state_of` gives survive every
+    other renaming, whatever it adds around them, and then become the checkpoint's names again.
     """
 
     def __init__(self, hidden: set[str]) -> None:
@@ -58,7 +58,8 @@ def hide(name: str) -> str:
 
 
 def unusual_forms(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> dict[str, Form]:
-    """Dtype and shape of the layer's tensors where they are not the usual: signed weights, flat streams, [1] for []."""
+    """Dtype and shape of those of the layer's tensors whose form is unusual: signed weights, flat streams, [1] instead
+    of []."""
     forms = {}
     for plane in plan.planes:
         for name, form in _usual_forms(plane).items():
@@ -72,7 +73,8 @@ def unusual_forms(checkpoint: Checkpoint, plan: ExpertsPlan | LinearPlan) -> dic
 def state_of(
     plan: ExpertsPlan, module: NVFP4ExpertsModule, forms: Mapping[str, Form]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The layer's tensors by hidden name. Weights are views, except of stacks; the rest is small, or made now."""
+    """The layer's tensors by hidden name. Weights are views, except those of stacks; the others are small, or created
+    now."""
     stacks = [("gate_up", plan.halves[0], 0, 0), ("down", plan.down, 0, 0)]
     if not plan.is_fused:
         stacks.insert(1, ("gate_up", plan.halves[1], plan.intermediate_size, 1))
@@ -112,7 +114,7 @@ def state_of_linear(
 
 
 def state_of_fp8(plan: FP8Plan, module: FP8Linear) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same of a linear layer in FP8.
+    """The same for a linear layer in FP8.
 
     Raises:
         ValueError: it was dequantized.
@@ -130,7 +132,7 @@ def _usual_forms(plane: Plane) -> dict[str, Form]:
         plane.global_scale: ("F32", single),
         plane.input_scale: ("F32", single),
     }
-    if plane.compressed:  # the other half of the pair has no other form than U32 [X]
+    if plane.compressed:  # the other tensor of the pair is always U32 [X]
         return forms | {plane.tensors[0]: ("U8", (plane.rows // SLAB_ROWS, slab_bytes(plane.cols)))}
     return forms | {plane.scale: ("F8_E4M3", (plane.rows, plane.cols))}
 

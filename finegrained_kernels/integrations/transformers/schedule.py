@@ -1,4 +1,4 @@
-"""What the layers of one model share: the bundle, the workspace for decoded scales, and the order they run in."""
+"""What the layers of one model share: the bundle, the workspace for decoded scales, and the order in which they run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Schedule:
     """Runs layers with one strategy, and prefetches in their order.
 
     Attributes:
-        bundle: the kernels, as `finegrained_kernels.load()` returns them.
+        bundle: the kernels, as returned by `finegrained_kernels.load()`.
         strategy: "auto", "staged", "fused" or "dense".
-        prefetch: whether each layer starts to decode the scales of the next.
+        prefetch: whether each layer starts decoding the next layer's scales.
         layers: the modules, in the model's order.
     """
 
@@ -40,7 +40,7 @@ class Schedule:
         self.__dict__.update(state, bundle=load(), _lock=threading.RLock())
 
     def scratch(self, device: torch.device) -> torch.Tensor | None:
-        """The workspace on ``device``, for the layer that needs most; None if none is needed."""
+        """The workspace on ``device``, large enough for every layer; None if none is needed."""
         size = 0 if self.strategy == "fused" else max((layer.scratch_bytes for layer in self.layers), default=0)
         used = {layer.device for layer in self.layers} | {device}
         self._scratch = {place: scratch for place, scratch in self._scratch.items() if place in used}
@@ -49,13 +49,14 @@ class Schedule:
         return self._scratch.get(device)
 
     def prepare(self) -> None:
-        """Make all layers ready to run: together, as it takes all of them to know how large the workspace must be."""
+        """Prepare all layers for running. It is done for all together, because the size of the workspace depends on all
+        of them."""
         with self._lock:
             for layer in self.layers:
                 layer.prepare()
 
     def prepare_copy(self) -> None:
-        """The same for layers that were copied or unpickled, whichever thread is the first to call one."""
+        """The same for layers that were copied or unpickled, in whichever thread calls one first."""
         with self._lock:
             if any(layer.experts is None for layer in self.layers):
                 self.prepare()
@@ -83,11 +84,11 @@ class Schedule:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        # "auto" leaves the choice to the kernels, and dense scales leave none.
+        # "auto" leaves the choice to the kernels, and with dense scales there is none.
         named = strategy if strategy in ("staged", "fused") else None
         options = {"strategy": named, "activation_format": layer.activation_format}
         routing = top_k_index, top_k_weights
-        # Streams and their order are no part of a compiled graph: there, each layer decodes for itself.
+        # Streams and their order are not part of a compiled graph. There, each layer decodes for itself.
         if not self.prefetch or strategy != "staged" or torch.compiler.is_compiling():
             return self.bundle.moe_forward(layer.experts, hidden_states, *routing, **options)
         prefetcher = self._prefetcher(layer.device)
@@ -102,7 +103,7 @@ class Schedule:
 
 
 class _Prefetcher:
-    """`ScalePrefetcher` for layers that are expected, but not bound, to run in their order."""
+    """`ScalePrefetcher` for layers that usually, but not necessarily, run in order."""
 
     def __init__(self, bundle: ModuleType, layers: list[NVFP4ExpertsModule]) -> None:
         self._prefetcher = bundle.ScalePrefetcher([layer.experts for layer in layers])
@@ -117,7 +118,8 @@ class _Prefetcher:
     ) -> torch.Tensor:
         i_layer = self._positions[id(layer)]
         out = self._prefetcher.forward(i_layer, hidden_states, *routing, **options)
-        # The first layer is not prefetched for the next pass, which may never come, or be on other tokens.
+        # The first layer is not prefetched for the next pass, which may never come, or may have another number of
+        # tokens.
         if i_layer + 1 < len(self._positions):
             self._prefetcher.prefetch(i_layer + 1, len(hidden_states), "staged")
         return out

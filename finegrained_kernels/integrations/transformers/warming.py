@@ -1,4 +1,4 @@
-"""Kernels of the layers that are loaded, compiled while the others are read."""
+"""Compiles the kernels of layers that are loaded while the other layers are read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.get_logger(__name__)
 
 
 class WarmUp:
-    """Runs the bundle's `warm_up` beside the reading of a checkpoint, once for layers of equal shapes and formats.
+    """Runs the bundle's `warm_up` while a checkpoint is read, once for layers of equal shapes and formats.
 
-    ``bundle`` None: does nothing. Of several ranks on a machine the first compiles for all.
+    If ``bundle`` is None, does nothing. If a machine has several ranks, the first compiles for all.
     """
 
     def __init__(self, bundle: Any, dtype: torch.dtype, top_k: int) -> None:
@@ -30,7 +30,8 @@ class WarmUp:
         self._progress = (0, 0)
 
     def add(self, layer: Any, activation_format: str | None, device: torch.device) -> None:
-        """Compile for ``layer``, as `warm_up` takes it. One on the CPU may move to a GPU when all is loaded."""
+        """Compile for ``layer``, which is as `warm_up` takes it. A layer on the CPU may move to a GPU once all are
+        loaded."""
         if self._bundle is None:
             return
         key = (activation_format, device, *_shapes(layer))
@@ -45,7 +46,7 @@ class WarmUp:
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait for what is being compiled, with a progress bar."""
+        """Wait until everything is compiled, with a progress bar."""
         with self._changed:
             self._is_last = True
             self._changed.notify()
@@ -74,7 +75,7 @@ class WarmUp:
         def note(done: int, total: int) -> None:
             self._progress = done, total
 
-        assert self._bundle is not None  # otherwise nothing was added
+        assert self._bundle is not None  # otherwise, nothing was added
         place = device if device.type != "cpu" else torch.device("cuda")
         try:
             self._bundle.warm_up(layers, formats=[activation_format], device=place, progress=note, **self._options)
