@@ -130,9 +130,7 @@ class NVFP4Linear(StoredLinear):
         """Prepare the current tensors for running, after loading and after each move."""
         if self.is_compressed or "dense_scales" in self._buffers:
             for tensor in (local_part(self.weight), *self.buffers()):
-                torch._dynamo.mark_static_address(
-                    tensor, guard=False
-                )  # otherwise, a CUDA graph would copy it in every replay
+                torch._dynamo.mark_static_address(tensor, guard=False)  # or every replay of a CUDA graph would copy it
             self._ready = self._operands()
 
     def _operands(self) -> tuple[torch.Tensor, Any]:

@@ -45,7 +45,7 @@ RESERVED = "reserved"
 
 
 class NVFP4CSFQuantizer(HfQuantizer):
-    """Loads quantized layers. transformers loads everything else, and allocates the memory of all layers where it puts them.
+    """Loads quantized layers. transformers loads everything else, and allocates all layers' memory where it puts them.
 
     Before loading, everything that headers tell is checked, and quantized layers are replaced by modules with packed
     weights, which transformers allocates like weights that are missing in a checkpoint. After loading, they are filled
