@@ -102,7 +102,9 @@ def plan_compression(
     if not planes:
         raise CheckpointError(f"{source} has no NVFP4 scales; {_what_is_quantized(checkpoint)}")
     if not selected:
-        message = f"no pattern matches any of its {len(planes)} NVFP4 scales, as {next(iter(planes.values())).scale}"
+        message = (
+            f"no pattern matches any of its {len(planes)} NVFP4 scales, such as {next(iter(planes.values())).scale}"
+        )
         raise CheckpointError(f"{source}: {message}")
     return Plan(checkpoint, planes, {name: planes[name] for name in selected})
 

@@ -140,7 +140,7 @@ def is_unicode(text: str, document: object) -> bool:
 
 
 def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no integer")
+    raise ValueError(f"{text} is not an integer")
 
 
 def build_header(

@@ -112,7 +112,7 @@ def inspect(checkpoint: str | Path, *, revision: str | None = None) -> InspectRe
     """
     name = str(checkpoint)
     if not name or (not Path(checkpoint).exists() and not _is_hub_id(name)):
-        raise CheckpointError(f"{name}: no such directory, and no hub id (org/name)")
+        raise CheckpointError(f"{name}: neither a directory nor a hub id (org/name)")
     if Path(checkpoint).exists():
         with without_gc():  # once for both steps
             return describe(open_checkpoint(checkpoint, data_present=False), name)

@@ -63,5 +63,5 @@ def _format(name: str, info: TensorInfo, located: Located) -> str | None:
         return "MXFP8" if scale.shape[-1] * 32 == cols else None
     count = scale.nbytes // {"F32": 4, "BF16": 2, "F16": 2}.get(scale.dtype, 1)
     if count == 1:
-        return "FP8, a scale a tensor"
-    return "FP8, a scale a channel" if count == rows else "FP8, a scale a block"
+        return "FP8, one scale per tensor"
+    return "FP8, one scale per channel" if count == rows else "FP8, one scale per block"

@@ -175,7 +175,7 @@ def read_written(root: Path) -> dict[str, str] | None:
         return None
     files = _read(root, WRITTEN, ("files",))["files"]
     if not isinstance(files, dict):
-        raise CheckpointError([Fault(WRITTEN, None, f"files has a value that it cannot have: {shown(files)}")])
+        raise CheckpointError([Fault(WRITTEN, None, f"files has an invalid value: {shown(files)}")])
     for name, digest in files.items():
         check_name(name, WRITTEN)
         _check_digest(digest, WRITTEN)
@@ -233,7 +233,7 @@ def _maps_texts_to(value: Any, kind: type) -> bool:
 def _check_types(document: Mapping[str, Any], name: str, types: Mapping[str, Callable[[Any], bool]]) -> None:
     for key, is_right in types.items():
         if not is_right(document[key]):
-            raise CheckpointError([Fault(name, None, f"{key} has a value that it cannot have: {shown(document[key])}")])
+            raise CheckpointError([Fault(name, None, f"{key} has an invalid value: {shown(document[key])}")])
 
 
 def _check_digest(value: Any, name: str) -> None:

@@ -181,7 +181,7 @@ def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> tor
         for i in (~(values.isfinite() & (values >= 0) & ~stored.signbit())).nonzero().flatten().tolist():
             name = planes[i].global_scale
             what = "a divisor that is finite and above 0" if divisors[i] else "a finite number, not negative"
-            message = f"is {float(stored[i])}, which is no scale: expected {what}"
+            message = f"is {float(stored[i])}, which is not a scale: expected {what}"
             raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
         columns.append(values)
     return columns[0] if len(columns) == 1 else torch.stack(columns, dim=1)
@@ -224,7 +224,7 @@ def _find(
         experts = sorted({expert for expert, _ in found})
         if experts != list(range(len(experts))):
             gap = next(i for i, expert in enumerate(experts) if i != expert)
-            raise CheckpointError(f"{module}: expert {gap} is missing of those up to {experts[-1]}")
+            raise CheckpointError(f"{module}: expert {gap} of 0 to {experts[-1]} is missing")
     experts = list(experts)
     if not experts:
         raise CheckpointError(f"{module}: experts must name at least one")

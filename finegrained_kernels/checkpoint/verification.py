@@ -113,7 +113,9 @@ def verify(
 
     def prove(record: Record, stop: Event) -> None:
         if not check.prove(record, stop):
-            unproven.append(Fault(record.file, None, f"what is here does not make its source: SHA-256 {record.sha256}"))
+            unproven.append(
+                Fault(record.file, None, f"the tensors here do not make up its source, SHA-256 {record.sha256}")
+            )
 
     with one_torch_thread():
         run_shards(records, jobs, prove)

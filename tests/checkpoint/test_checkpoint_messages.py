@@ -41,6 +41,7 @@ from damage import (
     tensor,
     text,
     twice,
+    without_digest,
 )
 from finegrained_kernels.checkpoint import CheckpointError, compress, verify
 
@@ -56,7 +57,7 @@ BYTES = torch.zeros(64, 4, dtype=torch.uint8)
 SOURCES: list[tuple[str, Change]] = [
     # headers
     ("bytes do not hold the header they announce", text(SHARD, "short")),
-    ("is no integer", entry(data_offsets=[0.5, 1])),
+    ("0.5 is not an integer", entry(data_offsets=[0.5, 1])),
     (
         "not a safetensors header: expected a JSON object, got list",
         lambda root: (root / SHARD).write_bytes((2).to_bytes(8, "little") + b"[]"),
@@ -93,6 +94,7 @@ SOURCES: list[tuple[str, Change]] = [
         all_of(gone("config.json"), lambda root: (root / "config.json").mkdir()),
     ),
     ("pipe: is neither a file nor a directory", pipe),
+    ("more.json: is a link that leads nowhere", lambda root: (root / "more.json").symlink_to("absent.json")),
     # the rules for NVFP4 scales
     (f"no weight beside it: expected {UP}.weight or {UP}.weight_packed", tensor(f"{UP}.weight", None)),
     (
@@ -144,6 +146,8 @@ COMPRESSED: list[tuple[str, str, Change]] = [
     ("hf", "schema 'other', expected", edit(RECORD, lambda record: record.update(schema="other"))),
     ("hf", "expected the keys [", edit(RECORD, lambda record: record.update(more=1))),
     ("hf", "names a file twice", edit(JOB, as_before)),
+    ("hf", f"{JOB}: copied has an invalid value: 3", edit(JOB, without_digest(copied=3))),
+    ("hf", f"{JOB}: 'short' is not a SHA-256", edit(JOB, without_digest(copied={"tokenizer.json": "short"}))),
     ("hf", f"{SHARD}: {WORDS}: missing: csf_digests records it", tensor(WORDS, None)),
     ("hf", f"{SHARD}: more: unexpected: csf_digests does not record it", tensor("more", BYTES)),
     ("hf", "BF16 [2, 64], recorded as", tensor("model.embed_tokens.weight", torch.zeros(2, 64).bfloat16(), FIRST)),
@@ -167,6 +171,11 @@ COMPRESSED: list[tuple[str, str, Change]] = [
         "hf",
         "is not finished (.incomplete/ is there): run what began it again, or remove it",
         lambda root: (root / ".incomplete").mkdir(),
+    ),
+    (
+        "container",
+        f"tensors/{SHARD}: SHA-256 of the file is not {'0' * 64}",
+        sums(lambda text: re.sub(rf"[0-9a-f]{{64}}(?=  tensors/{SHARD})", "0" * 64, text)),
     ),
     ("container", f"does not list tensors/{SHARD}", sums(lambda text: re.sub(rf".*tensors/{SHARD}\n", "", text))),
     ("container", "is not made of lines of a digest and a name", sums(str.rstrip)),

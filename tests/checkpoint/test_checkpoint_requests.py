@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
 import checkpoints
 import finegrained_kernels
+import published
 from damage import (
     EXPERTS,
     FIXED,
@@ -48,6 +50,7 @@ from finegrained_kernels.checkpoint.paths import check_inside
 from finegrained_kernels.checkpoint.plot import draw
 from finegrained_kernels.checkpoint.quantization_config import read_quantization
 from finegrained_kernels.checkpoint.stream import Fanout, opened
+from finegrained_kernels.checkpoint.wire import geometry_problem
 from finegrained_kernels.cli import app
 
 pytestmark = pytest.mark.usefixtures("bundle")
@@ -154,7 +157,7 @@ def test_of_what_is_asked_for(made, tmp_path):
         "device 'meta' cannot be used: expected cpu or cuda": lambda: compress(source, out, device="meta"),
         "device 'x' cannot be used: ": lambda: compress(source, out, device="x"),
         "layout must be 'hf' or 'container', got 'x'": lambda: compress(source, out, layout="x"),
-        "no pattern matches any of its 7 NVFP4 scales, as ": lambda: compress(source, out, include=["x"]),
+        "no pattern matches any of its 7 NVFP4 scales, such as ": lambda: compress(source, out, include=["x"]),
         "has no csf_digests/: it was not made by compress, so there is nothing to restore": lambda: restore(
             source, out
         ),
@@ -162,7 +165,7 @@ def test_of_what_is_asked_for(made, tmp_path):
         "input_scale must be a finite number above 0, got 0": lambda: quantize(source, out, input_scale=0),
         "has a quantization_config: the checkpoint is quantized already": lambda: quantize(source, out),
         "is not a directory": lambda: compress(made / "absent", out),
-        "absent: no such directory, and no hub id (org/name)": lambda: inspect(made / "absent"),
+        "absent: neither a directory nor a hub id (org/name)": lambda: inspect(made / "absent"),
     }.items():
         with pytest.raises(CheckpointError) as caught:
             call()
@@ -211,6 +214,61 @@ def test_of_restoring(made, tmp_path):
         restore(small, tmp_path / "out2")
 
 
+def test_of_restoring_a_malformed_plane(made, tmp_path):
+    small = Path(shutil.copytree(made / "hf", tmp_path / "small"))
+    tensor(FIXED, torch.full((4, 48), 255, dtype=torch.uint8))(small)
+    said = r"malformed, or one of the \d+ scales decoded with it: .*base 255 at row 0 is above 240"
+    with pytest.raises(CheckpointError, match=said):
+        restore(small, tmp_path / "out")
+
+
+def test_of_a_part_that_no_stack_has(tmp_path):
+    kind = published.fused_experts()
+    compress(checkpoints.write_checkpoint(tmp_path / "source", kind.tensors, kind.config), tmp_path / "small")
+    stream = f"{EXPERTS}.down_proj.weight_scale.{{}}.nvfp4_csf_fixed"
+    tensors = checkpoints.read_tensors(tmp_path / "small")
+    tensors[stream.format(9)] = tensors[stream.format(0)].clone()
+    checkpoints.save_file(tensors, tmp_path / "small" / "model.safetensors", {"format": "pt"})
+    said = f"{stream.format(9)}: no expert of the stack beside it has this number"
+    assert said in "\n".join(map(str, verify(tmp_path / "small").faults))
+
+
+def test_of_a_strangers_file_in_the_folder_of_unfinished_ones(made, tmp_path, monkeypatch):
+    go_on = compression.publish
+
+    def publish(*arguments: object) -> None:
+        (tmp_path / "out" / ".incomplete" / "notes").write_text("not ours")
+        go_on(*arguments)
+
+    monkeypatch.setattr(compression, "publish", publish)
+    with pytest.raises(CheckpointError, match=r"\.incomplete holds notes, which is not ours: move it, and run again$"):
+        compress(made / "source", tmp_path / "out")
+    assert (tmp_path / "out" / ".incomplete" / "notes").exists()
+
+
+def test_of_sizes_that_planes_cannot_have():
+    for rows, cols, said in (
+        (24, 4, "24 rows are not a positive multiple of 16"),
+        (16, 5, "5 columns are not a positive even number"),
+        (4112, 4096, "4112 x 4096 is more than 2^24 bytes"),
+        (4096, 4096, None),
+    ):
+        assert geometry_problem(rows, cols) == said
+
+
+def test_of_commands(made, tmp_path):
+    """What `inspect` and `compress` print about a source that has a fault, and about its KV cache."""
+    source = Path(shutil.copytree(made / "source", tmp_path / "source"))
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    edit("config.json", lambda config: config["quantization_config"].update(said))(source)
+    printed = CliRunner().invoke(app, ["inspect", str(source)]).stdout
+    assert "\nKV cache: FP8\n" in printed
+    assert "\nGPUs that hold it, with 90% of their memory: 1 x " in printed
+    assert "\nfault: " in printed
+    compressed = CliRunner().invoke(app, ["compress", str(source), str(tmp_path / "out")]).stdout
+    assert "\nfault of the source: " in compressed
+
+
 SLICES: list[tuple[str, Change | None, dict]] = [
     ("projection must be gate_proj, up_proj, down_proj or gate_up_proj, got 'x'", None, {"projection": "x"}),
     ("gate_up_proj needs an order, one of gate_up, up_gate; got None", None, {"projection": "gate_up_proj"}),
@@ -241,6 +299,16 @@ def test_of_slices(made, tmp_path, message, change, options):
     assert message in str(caught.value)
 
 
+def test_of_rows_that_are_not_two_halves(tmp_path):
+    kind = published.fused_experts()
+    prefix = f"{EXPERTS}.gate_up_proj"
+    weight, scale = kind.tensors[f"{prefix}.weight"], kind.tensors[f"{prefix}.weight_scale"]
+    kind.tensors.update({f"{prefix}.weight": weight[:, 1:].clone(), f"{prefix}.weight_scale": scale[:, 1:].clone()})
+    source = checkpoints.write_checkpoint(tmp_path / "source", kind.tensors, kind.config)
+    with pytest.raises(CheckpointError, match=rf"{weight.shape[1] - 1} rows are not those of gate and up"):
+        load_layer_scales(source, 0, "up_proj")
+
+
 def test_of_slices_of_unlike_experts(tmp_path):
     generator = torch.Generator().manual_seed(0)
 
@@ -251,7 +319,7 @@ def test_of_slices_of_unlike_experts(tmp_path):
         return checkpoints.write_checkpoint(tmp_path / name, tensors, checkpoints.MODELOPT_CONFIG)
 
     missing = model("missing", {"0.up_proj": (64, 64), "2.up_proj": (64, 64)})
-    with pytest.raises(CheckpointError, match=f"{EXPERTS}: expert 1 is missing of those up to 2"):
+    with pytest.raises(CheckpointError, match=f"{EXPERTS}: expert 1 of 0 to 2 is missing"):
         load_layer_scales(missing, 0, "up_proj")
     unlike = model("unlike", {"0.up_proj": (64, 64), "1.up_proj": (32, 64)})
     with pytest.raises(CheckpointError, match=r"1\.up_proj.*: 32 x 4, but .*0\.up_proj.*: 64 x 4"):
@@ -262,7 +330,9 @@ def test_of_slices_of_unlike_experts(tmp_path):
     ):
         load_layer_scales(halves, 0, "gate_up_proj", order="gate_up")
     tensor(f"{EXPERTS}.0.up_proj.weight_scale_2", torch.tensor(-1.0), "model.safetensors")(unlike)
-    with pytest.raises(CheckpointError, match=r"is -1\.0, which is no scale: expected a finite number, not negative"):
+    with pytest.raises(
+        CheckpointError, match=r"is -1\.0, which is not a scale: expected a finite number, not negative"
+    ):
         load_layer_globals(unlike, 0, "up_proj")
 
 
@@ -310,7 +380,7 @@ def test_of_bytes_that_do_not_make_the_source(made, monkeypatch):
     """If nothing else is wrong."""
     monkeypatch.setattr(ContentCheck, "prove", lambda *_: False)
     (fault, *_) = verify(made / "hf").faults
-    assert fault.message.startswith("what is here does not make its source: SHA-256 ")
+    assert fault.message.startswith("the tensors here do not make up its source, SHA-256 ")
 
 
 def test_of_shards_that_do_not_read_back(made, tmp_path, monkeypatch):

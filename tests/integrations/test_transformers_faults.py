@@ -111,7 +111,7 @@ def test_a_layer_too_many(damaged):
         ),
         (f"{EXPERT}.up_proj.input_scale", torch.ones(2), r"up_proj.input_scale: expected one F32 value"),
         (f"{EXPERT}.up_proj.input_scale", torch.tensor(0.02), r"up_proj.input_scale: differs from gate's"),
-        (f"{EXPERT}.down_proj.input_scale", torch.tensor(0.0), r"down_proj.input_scale: is 0.0, which is no scale"),
+        (f"{EXPERT}.down_proj.input_scale", torch.tensor(0.0), r"down_proj.input_scale: is 0.0, which is not a scale"),
         (f"{EXPERT}.up_proj.bias", torch.zeros(64), r"up_proj.bias: unknown, F32 \[64\]: NVFP4 experts have"),
         (
             f"{SCALE}.nvfp4_csf_exceptions",
@@ -335,7 +335,7 @@ def test_a_config_that_contradicts_its_checkpoint(damaged, change, message):
 
 def test_a_negative_second_level_scale(damaged):
     name = f"{EXPERT}.up_proj.weight_scale_2"
-    with pytest.raises(CheckpointError, match=rf"{name}: is -1.0, which is no scale"):
+    with pytest.raises(CheckpointError, match=rf"{name}: is -1.0, which is not a scale"):
         load(damaged(put(name, torch.tensor(-1.0))))
 
 

@@ -87,7 +87,7 @@ def nvfp4(name: str, n: int, k: int, **more: torch.Tensor) -> Callable[[dict], o
         (
             without_input_scales,
             {},
-            rf"config\.json: {LAYER}: has no input scales, as 1 of 2 layers, which quantize what they read: choose an ",
+            rf"config\.json: {LAYER}: has no input scales, like 1 of 2 layers that quantize what they read: choose an ",
         ),
         (
             nvfp4("model.embed_tokens", 128, 128),

@@ -113,7 +113,7 @@ ODD: dict[str, tuple[str, Edit | None, Edit | None, str]] = {
         AWQ,
         add(f"{Q}.pre_quant_scale", torch.full((128,), float("nan"))),
         None,
-        f"model.safetensors: {Q}.pre_quant_scale: has nan, which multiplies no activations",
+        f"model.safetensors: {Q}.pre_quant_scale: has nan, which cannot multiply activations",
     ),
     "AWQ of another size": (
         AWQ,
@@ -161,7 +161,7 @@ ODD: dict[str, tuple[str, Edit | None, Edit | None, str]] = {
         MIXED,
         add(f"{FP8}.weight_scale", torch.tensor(float("inf"))),
         None,
-        f"model.safetensors: {FP8}.weight_scale: has inf, which is no scale",
+        f"model.safetensors: {FP8}.weight_scale: has inf, which is not a scale",
     ),
     "an FP8 stack": (
         STACKED,

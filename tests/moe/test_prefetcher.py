@@ -273,7 +273,7 @@ def test_memory_of_the_side_stream_is_kept_for_it(bundle, machine):
 
 
 def test_which_scratches_are_refused(bundle, machine):
-    with pytest.raises(ValueError, match="must share one scratch, or two in turns, got 3"):
+    with pytest.raises(ValueError, match="must share one scratch, or alternate between two, got 3"):
         bundle.ScalePrefetcher(make_layers([0, 64, 128]))
     with pytest.raises(ValueError, match="two that overlap"):
         bundle.ScalePrefetcher(make_layers([0, 32]))

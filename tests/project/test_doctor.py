@@ -165,7 +165,9 @@ def test_a_cache_that_nobody_may_write(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "there"))
     finding = found("Triton cache")
-    assert finding.state == "fault" and "TRITON_CACHE_DIR" in finding.advice and str(tmp_path) in finding.found
+    assert finding.state == "fault" and str(tmp_path) in finding.found
+    assert finding.advice == "make it writable, or name another: TRITON_CACHE_DIR"
+    assert found("hub cache").advice == "make it writable, or name another: HF_HUB_CACHE"
 
 
 def test_a_hub_out_of_reach(monkeypatch):
@@ -190,11 +192,16 @@ def test_a_bundle_that_does_not_load_and_says_little(monkeypatch, message):
     monkeypatch.setattr(finegrained_kernels, "load", refuse)
     finding = found("bundle")
     assert finding.found == (message.strip() or "FileNotFoundError")
-    assert "what LOCAL_KERNELS names" in finding.advice
+    assert finding.advice == "build or install what LOCAL_KERNELS names again"
+    monkeypatch.setattr(doctor.loader, "is_overridden", lambda: False)
+    assert found("bundle").advice == "build or install finegrained-kernels again"
 
 
-@pytest.mark.parametrize("name", ["decompress_nvfp4_csf_scales", "matmul_2d"])
-def test_a_bundle_that_is_wrong(monkeypatch, bundle, name):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("decompress_nvfp4_csf_scales", "1 of 5120 bytes differ"), ("matmul_2d", "sums are wrong")],
+)
+def test_a_bundle_that_is_wrong(monkeypatch, bundle, name, said):
     right = getattr(bundle, name)
 
     def wrong(*arguments, **options):
@@ -204,7 +211,8 @@ def test_a_bundle_that_is_wrong(monkeypatch, bundle, name):
 
     monkeypatch.setattr(bundle, name, wrong)
     monkeypatch.setattr(finegrained_kernels, "load", lambda: bundle)
-    assert [finding.state for finding in doctor.findings()].count("fault") == 1
+    (finding,) = [finding for finding in doctor.findings() if finding.state == "fault"]
+    assert (finding.found, finding.advice) == (said, "report this, with all lines above")
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 1 and "report this" in result.output and "Faults: 1" in result.output
 

@@ -122,6 +122,16 @@ def cut(count: int) -> Change:
     return lambda root: os.truncate(root / SHARD, (root / SHARD).stat().st_size + count)
 
 
+def without_digest(**values: object) -> Callable[[dict], object]:
+    """A job of the schema whose records have no digest, with other values."""
+
+    def change(job: dict) -> None:
+        del job["digest"], job["source_headers"]
+        job.update(values, schema=BEFORE)
+
+    return change
+
+
 def as_before(job: dict) -> None:
     """A job of the schema that has no digest, with a file named twice."""
     del job["digest"], job["source_headers"]

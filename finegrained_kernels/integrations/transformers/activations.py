@@ -49,7 +49,7 @@ def choose_activations(
         raise CheckpointError(f"{checkpoint.root}: weight-only by its config: activation_format can be auto or bf16")
     without = [plan.source for plan in quantized if len(missing[plan.source]) == len(_names(plan))]
     if used and wanted != CALIBRATED and without:
-        message = f"has no input scales, as {len(without)} of {len(quantized)} layers, which quantize what they read"
+        message = f"has no input scales, like {len(without)} of {len(quantized)} layers that quantize what they read"
         faults.append(Fault(CONFIG, without[0], f"{message}: choose an activation_format"))
     for plan in quantized:
         chosen[plan.source] = CALIBRATED if used else BF16

@@ -95,8 +95,9 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
                 places[parameter, i_half] = module, projection
             continue
         patterns = rename.converter(pattern).source_patterns
-        if len(patterns) != {GATE_UP: 2, DOWN: 1}[parameter]:
-            raise CheckpointError(f"{source}: {parameter} of {type(model).__name__} is made of {patterns}")
+        if len(patterns) != (count := {GATE_UP: 2, DOWN: 1}[parameter]):
+            made = f"expected {parameter} of {type(model).__name__} to be made of {count} weights of an expert"
+            raise CheckpointError(f"{source}: {made}, got {', '.join(patterns)}")
         places[parameter, patterns.index(pattern)] = module, projection
     modules = {module for module, _ in places.values()}
     roles = [(GATE_UP, 0), (GATE_UP, 1), (DOWN, 0)]

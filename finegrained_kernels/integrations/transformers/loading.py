@@ -118,7 +118,7 @@ def load_linear(
             module.stored[name] = read_tensor(reader, name)
     if plan.pre_quant_scale in module.stored:
         scale = module.stored[plan.pre_quant_scale].view(-1)
-        _check_finite(reader, plan.pre_quant_scale, scale, "which multiplies no activations")
+        _check_finite(reader, plan.pre_quant_scale, scale, "which cannot multiply activations")
         if by_columns and cut is not None:
             scale = scale.view(cut.size, -1)[cut.rank]
         module.pre_quant_scale = scale.to(device)
@@ -132,7 +132,7 @@ def load_fp8(reader: TensorReader, plan: FP8Plan, module: FP8Linear) -> None:
     module.stored = {name: read_tensor(reader, name) for name in plan.tensors if name != plan.weight}
     scale, block = module.stored[plan.scale], plan.block
     scale = torch.exp2(scale.view(torch.uint8).float() - 127) if scale.element_size() == 1 else scale.float()
-    _check_finite(reader, plan.scale, scale, "which is no scale")
+    _check_finite(reader, plan.scale, scale, "which is not a scale")
     scale = scale.view(-(-rows // block[0]), -(-cols // block[1]))
     weight = read_tensor(reader, plan.weight).view(torch.uint8)
     if cut is not None:
@@ -239,7 +239,7 @@ def _weight_globals(reader: TensorReader, stack: Sequence[Sequence[Plane]], stor
     values = multipliers.view(stored.shape)
     for expert, half in (~(values.isfinite() & (values >= 0))).nonzero().tolist():
         name = stack[half][expert].global_scale
-        message = f"is {float(stored[expert, half])}, which is no scale"
+        message = f"is {float(stored[expert, half])}, which is not a scale"
         raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
     return multipliers
 
@@ -254,7 +254,7 @@ def _input_scales(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored
     bad = (~((stored > 0) & stored.isfinite())).nonzero()
     if len(bad):
         expert, half = bad[0].tolist()
-        raise fault(expert, half, f"is {float(stored[expert, half])}, which is no scale")
+        raise fault(expert, half, f"is {float(stored[expert, half])}, which is not a scale")
     unlike = (stored != stored[:, :1]).nonzero()
     if len(unlike):
         expert, half = unlike[0].tolist()

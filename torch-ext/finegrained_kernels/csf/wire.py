@@ -269,9 +269,9 @@ def _gather(
         fixed, exceptions = [fixed], [exceptions]  # type: ignore[list-item]  # whatever it is, it is checked below
     for name, tensors in (("fixed", fixed), ("exceptions", exceptions)):
         if not isinstance(tensors, (torch.Tensor, ExceptionList, list, tuple)) or not getattr(tensors, "ndim", 1):
-            raise ValueError(f"{name} must be a list of one tensor a plane, got {kind_of(tensors)}")
+            raise ValueError(f"{name} must be a list of one tensor per plane, got {kind_of(tensors)}")
     if not exceptions or len(fixed) != len(exceptions):
-        raise ValueError(f"need one fixed and one exceptions tensor a plane, got {len(fixed)} and {len(exceptions)}")
+        raise ValueError(f"need one fixed and one exceptions tensor per plane, got {len(fixed)} and {len(exceptions)}")
     flat = (slabs[0] * slabs[1],)
     if isinstance(fixed, torch.Tensor):
         device = fixed.device

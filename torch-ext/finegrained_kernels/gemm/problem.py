@@ -186,7 +186,7 @@ def check_index(name: str, index: torch.Tensor | None, device: torch.device, len
     if index.device != device:
         raise fault(name, f"device {device}", index.device)
     if length is not None and index.shape[0] != length:
-        raise fault(name, f"{length} entries, one a routed row", index.shape[0])
+        raise fault(name, f"{length} entries, one for each routed row", index.shape[0])
 
 
 def contiguous(index: torch.Tensor | None) -> torch.Tensor | None:

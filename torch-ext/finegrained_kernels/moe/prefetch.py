@@ -121,7 +121,7 @@ def _check_scratches(memories: list[torch.Tensor]) -> None:
         begin = memory.data_ptr()
         ends[begin] = max(ends.get(begin, 0), begin + memory.numel())
     if len(ends) > MAX_SCRATCHES:
-        raise ValueError(f"layers must share one scratch, or two in turns, got {len(ends)}")
+        raise ValueError(f"layers must share one scratch, or alternate between two, got {len(ends)}")
     if any(begin < other < end for begin, end in ends.items() for other in ends):
         raise ValueError("layers must share a scratch from its first byte on, got two that overlap")
 
