@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -68,6 +69,13 @@ def test_a_worker_that_fails_says_why(bundle, warming, monkeypatch):
     monkeypatch.setattr(warming, "_facts_of", lambda device: {})
     with pytest.raises(RuntimeError, match=r"compiling kernels ahead failed: (?s:.*)KeyError: 'capability'"):
         bundle.warm_up(make_experts(bundle), tokens=[1], formats=["bf16"], max_workers=1)
+
+
+def test_a_worker_that_says_nothing(bundle, warming, monkeypatch):
+    monkeypatch.setattr(warming.sys, "executable", shutil.which("false"))
+    said = r"^compiling kernels ahead failed: the program that compiles them ended with status 1$"
+    with pytest.raises(RuntimeError, match=said):
+        bundle.warm_up(make_experts(bundle), tokens=[1])
 
 
 def test_rows_too_long_to_be_read_compressed(bundle, warming):

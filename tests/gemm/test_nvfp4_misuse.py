@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,6 +124,66 @@ def test_meta_tensors_are_refused(bundle):
     experts = type(experts)(**{name: value if value is None else value.to("meta") for name, value in fields.items()})
     with pytest.raises(ValueError, match="experts must be on a CPU or GPU, got a tensor on meta"):
         bundle.moe_forward(experts, *(tensor.to("meta") for tensor in make_call("cpu", 3, 2)))
+
+
+def test_what_is_wrong_is_said(bundle):
+    x, packed, scales, _, _ = make_problem(bundle)
+    call = (x, packed[0], None, scales[0])
+    ids = torch.zeros(S, dtype=torch.int64)
+    large = torch.empty(1, dtype=torch.uint8).expand(4112, 4096)
+    words = torch.zeros(1, dtype=torch.int32).expand((1 << 30) + 1)
+    wire = importlib.import_module(f"{bundle.__name__}.csf.wire").NVFP4CSFWire
+    for run, said in (
+        (
+            lambda: bundle.matmul_2d(x.to_sparse(), *call[1:]),
+            "A: expected a tensor on a CPU or GPU, got a tensor of lay",
+        ),
+        (
+            lambda: bundle.matmul_2d(x[:, 1:], *call[1:]),
+            f"A: expected K = {K} columns, as B has, got shape ({S}, {K - 1})",
+        ),
+        (
+            lambda: bundle.matmul_2d(*call[:3], scales[0][1:]),
+            f"Bs: expected shape (1, {N}, {K // 16}) or swizzled (1, ",
+        ),
+        (
+            lambda: bundle.matmul_batched(x, packed, None, scales, expert_ids=ids[1:]),
+            f"expert_ids: expected {S} entries, one for each routed row, got {S - 1}",
+        ),
+        (
+            lambda: bundle.matmul_batched(x, packed, None, scales, expert_ids=ids, gather_idx=ids.view(2, -1)),
+            f"gather_idx: expected one dimension, got (2, {S // 2})",
+        ),
+        (lambda: bundle.compute_grouped_scheduling(ids, 2.5, 2), "num_experts: expected an int, got float"),
+        (lambda: bundle.nvfp4_quantize_two_level(x[0]), f"weight: expected at least 2 dimensions, got shape ({K},)"),
+        (lambda: bundle.csf_workspace_size(None), "scales must be NVFP4CSFScales of this bundle, got NoneType"),
+        (
+            lambda: bundle.prepare_nvfp4_csf_scales([], [], num_rows="16", num_cols=2),
+            "num_rows must be an int, got '16'",
+        ),
+        (
+            lambda: bundle.prepare_nvfp4_csf_scales(3, [], num_rows=16, num_cols=2),
+            "fixed must be a list of one tensor per plane, got int",
+        ),
+        (
+            lambda: bundle.compress_nvfp4_csf_scales(large),
+            "a plane holds at most 2^24 bytes, got 4112 x 4096 = 16842752",
+        ),
+        (
+            lambda: wire(torch.zeros(1, 32, dtype=torch.uint8), words, torch.tensor([len(words)]), 16, 2),
+            "exceptions: a stack holds at most 1073741824, got 1073741825: split it",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            run()
+        assert str(caught.value).startswith(said)
+
+
+def test_a_call_that_cublas_refuses(bundle, monkeypatch):
+    cublas = importlib.import_module(f"{bundle.__name__}.gemm.cublas")
+    monkeypatch.setattr(cublas, "library", lambda: SimpleNamespace(cublasLtCreate=lambda *_: 7))
+    with pytest.raises(RuntimeError, match=r"^cublasLtCreate failed with status 7$"):
+        cublas.made("cublasLtCreate")
 
 
 @every_device

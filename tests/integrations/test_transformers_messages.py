@@ -18,7 +18,14 @@ from transformers.quantizers import auto
 
 import checkpoints
 from finegrained_kernels.checkpoint import CheckpointError
-from finegrained_kernels.integrations.transformers import quantizer, register, set_scale_strategy
+from finegrained_kernels.integrations.transformers import (
+    experts_plan,
+    linear_plan,
+    loading,
+    quantizer,
+    register,
+    set_scale_strategy,
+)
 from finegrained_kernels.integrations.transformers.saving import state_of_fp8
 from moe_models import load, write_checkpoints
 
@@ -66,6 +73,71 @@ def test_saving_what_was_dequantized():
         next(state_of_fp8(plan, module))
 
 
+class Gated(torch.nn.Module):
+    """Experts whose structure is almost what the kernels compute."""
+
+    has_gate = is_concatenated = has_post_expert_norm = True
+    has_bias = is_transposed = False
+    act_fn = staticmethod(torch.nn.functional.silu)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gate_up
+
+
+def test_experts_that_the_kernels_do_not_compute():
+    plan = SimpleNamespace(module="model.experts", hidden_size=48, intermediate_size=64)
+    wrong = "it has a norm after each expert; it has a gate of its own; it is 48 x 64, which must be multiples of 32"
+    with pytest.raises(CheckpointError, match=f"^model.experts: Gated cannot run on these kernels: {wrong}$"):
+        experts_plan._check_structure(Gated(), plan)
+
+
+def test_experts_that_are_made_of_something_else():
+    planes = {(0, name): None for name in ("up_proj", "down_proj")}
+    rename = Rename({"experts.gate_up_proj", "experts.down_proj"}, "experts.{}.up_proj")
+    rename.target = "experts.gate_up_proj"
+    checkpoint = SimpleNamespace(experts={"experts": planes})
+    said = "experts: expected gate_up_proj of Linear to be made of 2 weights of an expert, got a, b, c"
+    with pytest.raises(CheckpointError, match=f"^{said}$"):
+        experts_plan.plan_experts(torch.nn.Linear(2, 2), checkpoint, "experts", rename)
+
+
+class Rename:
+    """Stands in for transformers' conversions: every tensor becomes part of one parameter."""
+
+    def __init__(self, state: set[str], pattern: str | None) -> None:
+        self.state, self.pattern, self.target = state, pattern, ""
+
+    def __call__(self, name: str) -> tuple[str, str | None]:
+        return self.target or name, self.pattern
+
+    def converter(self, _: str) -> SimpleNamespace:
+        return SimpleNamespace(source_patterns=["a", "b", "c"])
+
+
+def test_linear_layers_that_the_kernels_do_not_run():
+    weight = checkpoints.nvfp4_module("proj", 24, 48, torch.Generator().manual_seed(0))["proj.weight"]
+    located = {"proj.weight": ("x.safetensors", SimpleNamespace(dtype="U8", shape=tuple(weight.shape)))}
+    plane = SimpleNamespace(weight="proj.weight", module="proj", rows=24, cols=3)
+    model = torch.nn.ModuleDict({"proj": torch.nn.Linear(48, 24)})
+    for pattern, said in (
+        (None, "NVFP4 of proj is [24, 48]: these kernels need multiples of [16, 32]"),
+        (
+            "qkv",
+            "NVFP4 [24, 24] in layer proj: it would become part of proj.weight, and only experts in NVFP4 can be fused",
+        ),
+    ):
+        faults: list = []
+        rename = Rename({"proj.weight"}, pattern)
+        assert linear_plan.plan_linear(model, SimpleNamespace(located=located), plane, rename, faults) is None
+        assert list(map(str, faults)) == [f"x.safetensors: proj.weight: {said}"]
+
+
+def test_a_parameter_that_is_cut_twice():
+    sharded = SimpleNamespace(is_replicate=lambda: False)
+    with pytest.raises(CheckpointError, match=r"^proj: cut along several mesh dimensions, which is not supported: "):
+        loading._cut_of(SimpleNamespace(placements=(sharded, sharded)), "proj")
+
+
 def without_input_scales(tensors: dict) -> None:
     for name in [name for name in tensors if name.startswith(LAYER) and name.endswith("input_scale")]:
         del tensors[name]
@@ -83,6 +155,11 @@ def nvfp4(name: str, n: int, k: int, **more: torch.Tensor) -> Callable[[dict], o
             None,
             {f"{LAYER}.3.up_proj": {"quant_algo": "W4A16_NVFP4"}},
             rf"config\.json: {LAYER}: weight-only for some of its experts, and not for others",
+        ),
+        (
+            None,
+            {f"{LAYER}.99.up_proj": {"quant_algo": "NVFP4"}},
+            rf"{LAYER}\.99\.up_proj: named as NVFP4, but the checkpoint has no such expert or projection",
         ),
         (
             without_input_scales,
@@ -105,7 +182,7 @@ def nvfp4(name: str, n: int, k: int, **more: torch.Tensor) -> Callable[[dict], o
             rf"expected floats \[128\], one for each input of {Q_PROJ}, got F32 \[64\]",
         ),
     ],
-    ids=["weight-only", "input scales", "embedding", "no such layer", "AWQ"],
+    ids=["weight-only", "no such expert", "input scales", "embedding", "no such layer", "AWQ"],
 )
 def test_of_a_checkpoint(dense, tmp_path, tensors, config, message):
     content = checkpoints.read_tensors(dense)
