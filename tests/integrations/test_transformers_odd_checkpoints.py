@@ -60,7 +60,7 @@ ODD: dict[str, tuple[str, Edit | None, Edit | None, str]] = {
         DENSE,
         add(f"{Q}.input_scale", torch.tensor(0.01)),
         None,
-        "config.json: model.layers.0.self_attn.k_proj: has no input scales, as 13 of 14 layers, which quantize what "
+        "config.json: model.layers.0.self_attn.k_proj: has no input scales, like 13 of 14 layers that quantize what "
         "they read: choose an activation_format",
     ),
     "a scale of no cache": (
