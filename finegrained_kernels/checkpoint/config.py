@@ -75,7 +75,9 @@ def layer_entries(
         algorithm = _algorithm(quantization, plane, tensors)
         entry = before.get(module, before.get(layer))
         if entry is None or entry.get("quant_algo") != algorithm:
-            entry = {"quant_algo": algorithm, "group_size": GROUP}
+            entry = {"quant_algo": algorithm}
+            if ALGORITHMS[algorithm].family == NVFP4:
+                entry["group_size"] = GROUP
             entry |= {key: section[key] for key in _SCALING_KEYS if key in section and algorithm.endswith("_AWQ")}
         entry = {key: value for key, value in entry.items() if key != ENCODING}
         if entries.setdefault(layer, entry) != entry:
@@ -85,8 +87,8 @@ def layer_entries(
 
 def _algorithm(quantization: QuantizationConfig | None, plane: Plane, tensors: Collection[str]) -> str:
     said = None if quantization is None else quantization.layer_format(plane.module)
-    if said is not None and said.family == NVFP4:
-        return said.algorithm if said.algorithm in ALGORITHMS else "NVFP4"
+    if said is not None and said.algorithm in ALGORITHMS:  # also of another format: who loads it is to know
+        return said.algorithm
     if plane.input_scale in tensors:
         return "NVFP4"
     return "NVFP4A16" if plane.global_scale_divides else "W4A16_NVFP4"

@@ -129,6 +129,7 @@ def describe(checkpoint: Checkpoint, name: str) -> InspectReport:
     quantization = None
     try:
         quantization = checkpoint.quantization
+        faults += quantization.unsupported if quantization else ()
     except CheckpointError as error:
         faults += error.faults
     scales = []

@@ -103,12 +103,14 @@ class QuantizationConfig:
         path: where it is in config.json, such as ("text_config", "quantization_config"); empty if only
             hf_quant_config.json has it.
         kv_cache: the algorithm of a quantized KV cache, such as "FP8"; None if it is not quantized.
+        unsupported: what it asks for that nothing here does, and without which layers would compute something else.
     """
 
     method: str
     section: Mapping[str, Any]
     path: tuple[str, ...]
     kv_cache: str | None
+    unsupported: tuple[Fault, ...]
     _table: Mapping[str, LayerFormat]
     _table_names: ModulePatterns
     _excluded: ModulePatterns
@@ -119,9 +121,9 @@ class QuantizationConfig:
 
     @property
     def has_nvfp4(self) -> bool:
-        """Whether it says that any layer is NVFP4."""
+        """Whether it says that any layer has NVFP4 weights, even if nothing here can run it."""
         formats = [*self._table.values(), *(group.format for group in self._groups), self._whole]
-        return any(form is not None and form.family == NVFP4 for form in formats)
+        return any(form is not None and "NVFP4" in form.algorithm for form in formats)
 
     def layer_format(self, module: str, module_class: str = "Linear") -> LayerFormat | None:
         """The format of a linear layer by its name in the checkpoint; None if it is not quantized.
@@ -248,6 +250,7 @@ class _Reader:
             section=self.section,
             path=self.path,
             kv_cache=self.kv_cache(),
+            unsupported=self.transforms(),
             _table=table,
             _table_names=self.patterns(table, TABLE),
             _excluded=self.patterns([name for key in _EXCLUDED for name in self.names(key)], _EXCLUDED[0]),
@@ -314,6 +317,9 @@ class _Reader:
         activations = self.activations(inputs, key)
         divide = self.method == COMPRESSED_TENSORS
         if floating and bits == 4 and size in (None, 16):
+            input_bits = None if inputs is None else self.number(inputs, "num_bits", f"{key}.input_activations")
+            if input_bits not in (None, 4):
+                return LayerFormat(f"NVFP4 weights with {input_bits}-bit activations", OTHER, activations)
             form = ALGORITHMS["NVFP4" if activations else "NVFP4A16" if divide else "W4A16_NVFP4"]
             return replace(form, activations=activations, globals_divide=divide)
         if floating and bits == 8 and size == 32:
@@ -364,6 +370,21 @@ class _Reader:
         if named is not None or scheme is None:
             return named
         return f"{'FP' if scheme.get('type') == 'float' else 'INT'}{scheme.get('num_bits')}"
+
+    def transforms(self) -> tuple[Fault, ...]:
+        """Rotations of what layers read and write; those of weights are in the weights already."""
+        key = "transform_config"
+        config = self.optional_object(self.section, key, "") or {}
+        faults = []
+        for name, scheme in (self.optional_object(config, "config_groups", key) or {}).items():
+            applied = scheme.get("apply") if isinstance(scheme, dict) else None
+            if not isinstance(applied, list) or not all(isinstance(each, dict) for each in applied):
+                raise self.fault(f"{key}.config_groups.{name}.apply", f"expected a list of objects, got {scheme!r}")
+            places = [str(each.get("location")) for each in applied]
+            if moved := [place for place in places if not place.startswith("weight_")]:
+                message = f"{scheme.get('type')} at {', '.join(moved)}: transforms of activations are not supported"
+                faults += self.fault(f"{key}.config_groups.{name}", message).faults
+        return tuple(faults)
 
     def names(self, key: str, value: object = None) -> list[str]:
         """A list of texts, such as names and patterns of modules; null counts as an empty list."""

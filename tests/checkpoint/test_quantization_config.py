@@ -213,6 +213,9 @@ def test_only_the_kv_cache_is_quantized():
         ({"exclude_modules": {}}, "exclude_modules"),
         ({"kv_cache_quant_algo": 8}, "kv_cache_quant_algo"),
         ({"kv_cache_scheme": []}, "kv_cache_scheme"),
+        ({"transform_config": []}, "transform_config"),
+        ({"transform_config": {"config_groups": {"R": {}}}}, "transform_config.config_groups.R.apply"),
+        ({"transform_config": {"config_groups": {"R": {"apply": [1]}}}}, "transform_config.config_groups.R.apply"),
         ({"config_groups": []}, "config_groups"),
         ({"config_groups": {"g": None}}, "config_groups.g"),
         ({"config_groups": {"g": {"targets": "Linear", "weights": {}}}}, "config_groups.g.targets"),
@@ -264,6 +267,26 @@ def test_other_faults_are_named_too():
     assert message(nested).startswith("config.json: b_config.quantization_config: differs from a_config")
     empty = {"quantization_config": {"quant_method": "compressed-tensors"}}
     assert message(empty).startswith("config.json: quantization_config.config_groups: missing")
+
+
+def test_activations_of_eight_bits_are_another_format():
+    form = read_quantization({"quantization_config": compressed_tensors(LOCAL | {"num_bits": 8})})
+    assert form.has_nvfp4 and form.layer_format("a").family == "other"
+    assert algorithms(compressed_tensors({"dynamic": True}), "a") == [("NVFP4", "dynamic")]
+
+
+def test_transforms_of_activations_are_not_supported_and_of_weights_are_done():
+    def unsupported(*places):
+        scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": place} for place in places]}
+        section = compressed_tensors(transform_config={"config_groups": {"R": scheme}})
+        return [str(fault) for fault in read_quantization({"quantization_config": section}).unsupported]
+
+    assert unsupported("weight_input", "weight_output") == []
+    (fault,) = unsupported("input", "weight_input", "q_attn")
+    assert fault.startswith("config.json: quantization_config.transform_config.config_groups.R: hadamard at input, ")
+    for nothing in (None, {}, {"config_groups": {}}):
+        section = compressed_tensors(transform_config=nothing)
+        assert read_quantization({"quantization_config": section}).unsupported == ()
 
 
 def test_known_formats_that_nothing_here_reads_have_a_name():

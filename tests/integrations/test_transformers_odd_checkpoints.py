@@ -145,6 +145,23 @@ ODD: dict[str, tuple[str, Edit | None, Edit | None, str]] = {
         group(num_bits=4, type="int", strategy="group", group_size=128),
         "model.layers.1.self_attn.q_proj.weight_packed: NVFP4 by its tensors, but nvfp4-pack-quantized of 4-bit int",
     ),
+    "8-bit activations": (
+        PACKED,
+        None,
+        lambda config: config["quantization_config"]["config_groups"]["group_0"].update(
+            input_activations={"num_bits": 8, "type": "float", "dynamic": True}
+        ),
+        "NVFP4 by its tensors, but NVFP4 weights with 8-bit activations by the config",
+    ),
+    "rotated activations": (
+        PACKED,
+        None,
+        lambda config: config["quantization_config"].update(
+            transform_config={"config_groups": {"R4": {"type": "hadamard", "apply": [{"location": "input"}]}}}
+        ),
+        "config.json: quantization_config.transform_config.config_groups.R4: hadamard at input: transforms of "
+        "activations are not supported",
+    ),
     "zero points": (
         PACKED,
         add(f"{SHARED}.weight_zero_point", torch.zeros(64, 8, dtype=torch.int8)),
@@ -186,6 +203,19 @@ def test_refused_in_one_line(replicas, tmp_path, what):
     with pytest.raises(CheckpointError, match=re.escape(message)) as error:
         load(root)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["another algorithm", "an FP8 group", "an INT4 group", "8-bit activations"])
+def test_compressing_settles_no_contradiction(replicas, tmp_path, what):
+    """What config and tensors say differently, they still do: loading refuses it, and `inspect` reports it."""
+    kind, _, edit_config, message = ODD[what]
+    config = json.loads((replicas(kind) / "config.json").read_text())
+    edit_config(config)
+    root = write_checkpoint(tmp_path / "odd", read_tensors(replicas(kind)), config)
+    compress(root, tmp_path / "csf")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(tmp_path / "csf")
+    assert any(message in fault for fault in inspect(tmp_path / "csf").faults)
 
 
 def test_layers_of_other_formats_are_left_as_they_are(replicas, tmp_path):

@@ -130,6 +130,7 @@ def _block_size(checkpoint: Checkpoint, weight: str) -> tuple[int, int]:
 def _check_config(checkpoint: Checkpoint) -> None:
     """Raise unless the quantized layers in config.json are those in the checkpoint."""
     said = checkpoint.quantization
+    raise_faults(said.unsupported if said else ())
     marked, faults = marked_layers({"quantization_config": said.section if said else {}})
     raise_faults(faults)
     compressed = {plane.layer_module for plane in checkpoint.planes.values() if plane.compressed}
@@ -168,7 +169,7 @@ def _check_config(checkpoint: Checkpoint) -> None:
             faults.append(Fault(CONFIG, module, f"{named} layer"))
     for plane in checkpoint.planes.values():
         form = said.layer_format(plane.module) if said else None
-        if form is not None and form.family != NVFP4 and not {plane.module, plane.layer_module} & marked:
+        if form is not None and form.family != NVFP4:
             shard = checkpoint.located[plane.weight][0]
             faults.append(Fault(shard, plane.weight, f"NVFP4 by its tensors, but {form.algorithm} by the config"))
     raise_faults(faults)
