@@ -131,6 +131,13 @@ def test_quantized_activations_layer_by_layer(replicas, name):
     assert len(seen) == kind.linears + kind.experts
 
 
+def test_activations_cast_to_bytes_are_no_activations():
+    """Some models cast to the dtype of a layer's weight, and torch multiplies bytes without a word."""
+    layer = FP8Linear(torch.nn.Linear(32, 16))
+    with pytest.raises(TypeError, match=r"activations of FP8Linear\(in_features=32.*expected floating point"):
+        layer(torch.ones(2, 32).to(layer.weight.dtype))
+
+
 @pytest.mark.parametrize("form", ["dense", "csf"])
 def test_compiles_in_one_graph(replicas, form):
     """Before anything was called, too."""

@@ -208,6 +208,9 @@ class FP8Linear(StoredLinear):
         self.scale = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not hidden_states.is_floating_point():  # some models cast to `weight.dtype`, and bytes can be multiplied
+            message = "the model casts them to the dtype of the weight, so this layer must not be quantized"
+            raise TypeError(f"activations of {self}: expected floating point, got {hidden_states.dtype}: {message}")
         weight = self.dequantized(hidden_states.dtype)
         return torch.nn.functional.linear(hidden_states, weight, self.bias)
 
