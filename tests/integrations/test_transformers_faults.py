@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from checkpoints import edit_json, read_tensors, write_checkpoint
 from finegrained_kernels.checkpoint import CheckpointError
 from moe_models import load, write_checkpoints
+from replicas import small_config, store_nvfp4
 
 EXPERT = "model.layers.1.mlp.experts.3"
 SCALE = f"{EXPERT}.up_proj.weight_scale"
@@ -84,7 +87,7 @@ def test_a_layer_too_many(damaged):
         layers = config["quantization_config"]["quantized_layers"]
         layers["model.layers.7.mlp.experts"] = layers["model.layers.1.mlp.experts"]
 
-    with pytest.raises(CheckpointError, match=r"layers.7.mlp.experts.*has no fused experts that \w+_proj would"):
+    with pytest.raises(CheckpointError, match=r"has no model.layers.7.mlp.experts.\w+_proj: only"):
         load(damaged(copy_layer, mark))
 
 
@@ -207,6 +210,39 @@ def test_structures_that_the_kernels_do_not_compute(paths, tmp_path):
         load(root)
 
 
+ROUTED = {"n_routed_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
+OTHER_EXPERTS = {
+    "gpt_oss": (
+        {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 64},
+        "model.layers.0.mlp.experts: GptOssExperts cannot run on these kernels: has_bias is True; is_transposed is",
+    ),
+    "longcat_flash": (
+        ROUTED | {"expert_ffn_hidden_size": 64, "zero_expert_num": 1, "q_lora_rank": 64, "kv_lora_rank": 64},
+        "LongcatFlashExperts cannot run on these kernels: it is not of transformers' common kind",
+    ),
+    "nemotron_h": (
+        ROUTED | {"hybrid_override_pattern": "E*", "moe_shared_expert_intermediate_size": 64},
+        "NemotronHForCausalLM has no model.layers.0.mixer.experts.gate_up_proj: only experts of gate, up and down are",
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", OTHER_EXPERTS)
+def test_experts_of_another_kind_are_refused_for_what_they_are(bundle, architecture, tmp_path):
+    changes, message = OTHER_EXPERTS[architecture]
+    config = small_config(architecture, **changes)
+    experts = "backbone.layers.0.mixer.experts" if architecture == "nemotron_h" else "model.layers.0.mlp.experts"
+    content = {}
+    for name, shape in (("gate_proj", (64, 128)), ("up_proj", (64, 128)), ("down_proj", (128, 64))):
+        if architecture != "nemotron_h" or name != "gate_proj":
+            stored = store_nvfp4(np.ones(shape)).tensors
+            content |= {f"{experts}.{e}.{name}.{key}": value.clone() for e in range(2) for key, value in stored.items()}
+    said = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    document = config.to_dict() | {"dtype": "bfloat16", "quantization_config": said}
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load(write_checkpoint(tmp_path / "experts", content, document))
+
+
 @pytest.mark.parametrize(
     ("changes", "sizes"), [({"moe_intermediate_size": 48}, "128 x 48"), ({"hidden_size": 80}, "80 x 64")]
 )
@@ -214,7 +250,7 @@ def test_structures_that_the_kernels_do_not_compute(paths, tmp_path):
 def test_sizes_that_the_kernels_do_not_take(bundle, tmp_path, changes, sizes, strategy):
     paths = write_checkpoints(tmp_path, "qwen3_moe", **changes)
     with pytest.raises(
-        CheckpointError, match=rf"cannot run on these kernels: it is {sizes}, which must be multiples of"
+        CheckpointError, match=rf"cannot run on these kernels: they are {sizes}, which must be multiples of"
     ):
         load(paths["csf"], strategy)
 

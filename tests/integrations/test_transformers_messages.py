@@ -76,8 +76,7 @@ def test_saving_what_was_dequantized():
 class Gated(torch.nn.Module):
     """Experts whose structure is almost what the kernels compute."""
 
-    has_gate = is_concatenated = has_post_expert_norm = True
-    has_bias = is_transposed = False
+    has_post_expert_norm = True
     act_fn = staticmethod(torch.nn.functional.silu)
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -85,10 +84,15 @@ class Gated(torch.nn.Module):
 
 
 def test_experts_that_the_kernels_do_not_compute():
-    plan = SimpleNamespace(module="model.experts", hidden_size=48, intermediate_size=64)
-    wrong = "it has a norm after each expert; it has a gate of its own; it is 48 x 64, which must be multiples of 32"
+    gated = Gated()
+    with pytest.raises(
+        CheckpointError, match=r"^model.experts: Gated cannot .* it is not of transformers' common kind$"
+    ):
+        experts_plan._check_structure(gated, "model.experts")
+    vars(gated).update(has_gate=True, is_concatenated=True, has_bias=False, is_transposed=False)
+    wrong = "it has a norm after each expert; it has a gate of its own"
     with pytest.raises(CheckpointError, match=f"^model.experts: Gated cannot run on these kernels: {wrong}$"):
-        experts_plan._check_structure(Gated(), plan)
+        experts_plan._check_structure(gated, "model.experts")
 
 
 def test_experts_that_are_made_of_something_else():

@@ -17,12 +17,17 @@ from transformers.integrations.moe import _default_apply_gate
 from finegrained_kernels.checkpoint import Checkpoint, CheckpointError, Fault
 from finegrained_kernels.checkpoint.errors import raise_faults
 from finegrained_kernels.checkpoint.names import Plane
+from finegrained_kernels.checkpoint.slices import GATE, NAMES, UP
 from finegrained_kernels.integrations.transformers.renaming import Renaming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_ROLES = {name: (GATE_UP, i) for i, role in enumerate((GATE, UP)) for name in NAMES[role]}
+_ROLES |= dict.fromkeys(NAMES[DOWN], (DOWN, 0))
+"""Which half of which parameter an expert's own tensor is, by its name."""
+
 _UNIT = 32  # in the GEMMs, K is a multiple of it
 _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 
@@ -79,32 +84,16 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
     Raises:
         CheckpointError: experts do not fit the model. The message names layer, expert and projection.
     """
-    found = checkpoint.experts[source]
-    places: dict[tuple[str, int], tuple[str, str]] = {}
-    for projection in dict.fromkeys(projection for _, projection in found):
-        target, pattern = rename(f"{source}.0.{projection}.weight")
-        module, _, parameter = target.rpartition(".")
-        if pattern is None or parameter not in (GATE_UP, DOWN) or target not in rename.state:
-            target, _ = rename(f"{source}.{projection}")  # one tensor has all experts, like in the model
-            module, _, parameter = target.rpartition(".")
-            if parameter not in (GATE_UP, DOWN) or target not in rename.state:
-                shard = checkpoint.located[next(p for (_, name), p in found.items() if name == projection).weight][0]
-                message = f"{type(model).__name__} has no fused experts that {projection} would become part of"
-                raise CheckpointError([Fault(shard, f"{source}.0.{projection}", message)])
-            for i_half in range({GATE_UP: 2, DOWN: 1}[parameter]):
-                places[parameter, i_half] = module, projection
-            continue
-        patterns = rename.converter(pattern).source_patterns
-        if len(patterns) != (count := {GATE_UP: 2, DOWN: 1}[parameter]):
-            made = f"expected {parameter} of {type(model).__name__} to be made of {count} weights of an expert"
-            raise CheckpointError(f"{source}: {made}, got {', '.join(patterns)}")
-        places[parameter, patterns.index(pattern)] = module, projection
+    places = _places(model, checkpoint, source, rename)
     modules = {module for module, _ in places.values()}
+    for module in modules:
+        _check_structure(model.get_submodule(module), module)
     roles = [(GATE_UP, 0), (GATE_UP, 1), (DOWN, 0)]
     if len(modules) != 1 or any(role not in places for role in roles):
         names = ", ".join(dict.fromkeys(projection for _, projection in places.values()))
         message = f"expected gate, up and down projections of one module in NVFP4, got {names}"
-        read = {name for p in found.values() for name in (*p.tensors, p.weight, p.global_scale, p.input_scale)}
+        planes = checkpoint.experts[source].values()
+        read = {name for p in planes for name in (*p.tensors, p.weight, p.global_scale, p.input_scale)}
         for name, (shard, info) in checkpoint.located.items():
             if name.startswith(f"{source}.") and name not in read and info.dtype != "F32":
                 raise CheckpointError([Fault(shard, name, f"{info.dtype} {list(info.shape)} in {source}: {message}")])
@@ -115,8 +104,40 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
     gate, up, down = (stacks[places[role][1]] for role in roles)
     plan = ExpertsPlan(module, source, (gate, up), down)
     _check_shapes(checkpoint, plan, rename.state)
-    _check_structure(model.get_submodule(module), plan)
     return plan
+
+
+def _places(
+    model: PreTrainedModel, checkpoint: Checkpoint, source: str, rename: Renaming
+) -> dict[tuple[str, int], tuple[str, str]]:
+    """Where each projection goes: for a parameter of the model, and a half of it, the module and the projection.
+
+    transformers' conversions say it. Some architectures have none, as their unquantized checkpoints have a tensor for
+    all experts; quantized to a tensor each, as ModelOpt and llm-compressor do, projections go by their names.
+    """
+    found = checkpoint.experts[source]
+    places: dict[tuple[str, int], tuple[str, str]] = {}
+    for projection in dict.fromkeys(projection for _, projection in found):
+        plane = next(plane for (_, name), plane in found.items() if name == projection)
+        target, pattern = rename(f"{source}.0.{projection}.weight")
+        module, _, parameter = target.rpartition(".")
+        if pattern is not None and parameter in (GATE_UP, DOWN) and target in rename.state:
+            patterns = rename.converter(pattern).source_patterns
+            if len(patterns) != (count := {GATE_UP: 2, DOWN: 1}[parameter]):
+                made = f"expected {parameter} of {type(model).__name__} to be made of {count} weights of an expert"
+                raise CheckpointError(f"{source}: {made}, got {', '.join(patterns)}")
+            places[parameter, patterns.index(pattern)] = module, projection
+            continue
+        role = _ROLES.get(projection) if plane.part is None else None
+        target, _ = rename(f"{source}.{role[0] if role else projection}")  # what one tensor of all experts becomes
+        module, _, parameter = target.rpartition(".")
+        if parameter not in (GATE_UP, DOWN) or target not in rename.state:
+            shard = checkpoint.located[plane.weight][0]
+            message = f"{type(model).__name__} has no {target}: only experts of gate, up and down are supported"
+            raise CheckpointError([Fault(shard, f"{source}.0.{projection}", message)])
+        for i_half in [role[1]] if role else range({GATE_UP: 2, DOWN: 1}[parameter]):
+            places[parameter, i_half] = module, projection
+    return places
 
 
 def _stack(checkpoint: Checkpoint, source: str, projection: str, num_experts: int) -> tuple[Plane, ...]:
@@ -145,23 +166,26 @@ def _check_shapes(checkpoint: Checkpoint, plan: ExpertsPlan, state: Mapping[str,
                 )
                 faults.append(Fault(shard, plane.weight, message))
     raise_faults(faults)
+    if hidden % _UNIT or inner % _UNIT:
+        sizes = f"they are {hidden} x {inner}, which must be multiples of {_UNIT}"
+        raise CheckpointError(f"{plan.module}: these experts cannot run on these kernels: {sizes}")
 
 
-def _check_structure(module: torch.nn.Module, plan: ExpertsPlan) -> None:
+def _check_structure(module: torch.nn.Module, where: str) -> None:
     """Raise unless the kernels compute what this module does: down(silu(gate(x)) * up(x)), with rows [gate; up]."""
     wrong = [
-        f"{name} is {getattr(module, name, None)}"
+        f"{name} is {getattr(module, name)}"
         for name, want in _STRUCTURE.items()
-        if getattr(module, name, None) is not want
+        if getattr(module, name, want) is not want
     ]
     if getattr(module, "has_post_expert_norm", False):
         wrong.append("it has a norm after each expert")
     activation = getattr(module, "act_fn", None)
     if activation is not torch.nn.functional.silu and not isinstance(activation, (torch.nn.SiLU, SiLUActivation)):
         wrong.append(f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU")
-    if getattr(type(module), "_apply_gate", None) is not _default_apply_gate:
+    if not all(hasattr(module, name) for name in _STRUCTURE):
+        wrong = ["it is not of transformers' common kind"]
+    elif getattr(type(module), "_apply_gate", None) is not _default_apply_gate:
         wrong.append("it has a gate of its own")
-    if plan.hidden_size % _UNIT or plan.intermediate_size % _UNIT:
-        wrong.append(f"it is {plan.hidden_size} x {plan.intermediate_size}, which must be multiples of {_UNIT}")
     if wrong:
-        raise CheckpointError(f"{plan.module}: {type(module).__name__} cannot run on these kernels: {'; '.join(wrong)}")
+        raise CheckpointError(f"{where}: {type(module).__name__} cannot run on these kernels: {'; '.join(wrong)}")
