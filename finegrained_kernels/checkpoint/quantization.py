@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Event
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from finegrained_kernels.checkpoint.claims import Claim, claimed, finishing
 from finegrained_kernels.checkpoint.config import dump_json
-from finegrained_kernels.checkpoint.errors import CheckpointError, Fault, raise_faults
-from finegrained_kernels.checkpoint.headers import Header, NewTensor, TensorInfo, read_header, replace_tensors
+from finegrained_kernels.checkpoint.errors import CheckpointError, Fault
+from finegrained_kernels.checkpoint.headers import Header, NewTensor, read_header, replace_tensors
 from finegrained_kernels.checkpoint.kinds import layer_kind
 from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint, open_checkpoint, read_json
-from finegrained_kernels.checkpoint.names import GROUP, is_stack, layer_of
+from finegrained_kernels.checkpoint.names import GROUP, layer_of
 from finegrained_kernels.checkpoint.output import (
     DEFAULT_JOBS,
     check_request,
@@ -31,6 +30,7 @@ from finegrained_kernels.checkpoint.output import (
 from finegrained_kernels.checkpoint.publishing import other_files
 from finegrained_kernels.checkpoint.quantization_config import MODELOPT
 from finegrained_kernels.checkpoint.quantized_layouts import QuantizedLayout, layout_of
+from finegrained_kernels.checkpoint.quantized_weights import DTYPES, WEIGHT, Weight, choose_weights, sharing_globals
 from finegrained_kernels.checkpoint.stream import (
     CHUNK_BYTES,
     AtomicFile,
@@ -45,14 +45,6 @@ from finegrained_kernels.checkpoint.stream import (
 
 if TYPE_CHECKING:
     import torch
-
-_WEIGHT = ".weight"
-_ROWS, _COLS = 16, 32
-"""A weight whose rows and columns are multiples of these can be run. Others are only quantized if they are
-requested."""
-
-_LEFT_OUT = ("embeddings", "lm_head", "routers", "vision")
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -82,11 +74,13 @@ def quantize(
     """Quantize the linear layers of a checkpoint to NVFP4: two-level scales, round to nearest, no calibration.
 
     Each weight `[N, K]` becomes `weight` U8 `[N, K/2]`, `weight_scale` F8_E4M3 `[N, K/16]` and `weight_scale_2` F32,
-    one global per tensor, or the same under compressed-tensors' names; everything else is copied. The arithmetic is
-    that of the bundle's `nvfp4_quantize_two_level`. After an interruption, run it again; it starts over.
+    the global, or the same under compressed-tensors' names; everything else is copied. Layers that engines run as one,
+    q, k and v, or gate and up, have the same global: that of the largest of them. The arithmetic is that of the
+    bundle's `nvfp4_quantize_two_level`. After an interruption, run it again; it starts over.
 
     Args:
-        source: directory with a BF16, F16 or F32 checkpoint; only read. Each expert has its own tensors.
+        source: directory with a BF16, F16 or F32 checkpoint; only read. Each expert has its own tensors, or all are
+            stacked in `gate_up_proj` and `down_proj`, with K last or N; the result has tensors for each.
         destination: a new or empty directory, or one that an earlier run has begun to fill.
         include, exclude: shell patterns for names of weights. Without ``include``, all two-dimensional weights are
             quantized except those of embeddings, lm_head, routers and vision towers, as in ModelOpt and llm-compressor,
@@ -102,8 +96,8 @@ def quantize(
         jobs, device, progress: as in `compress`.
 
     Raises:
-        CheckpointError: there are no such weights, experts are in one stack, K is not a multiple of 16, values are not
-            finite, or the checkpoint is already quantized. The message names shard and tensor.
+        CheckpointError: there are no such weights, experts are stacked in another way, K is not a multiple of 16,
+            values are not finite, or the checkpoint is already quantized. The message names shard and tensor.
     """
     from finegrained_kernels import load
 
@@ -115,8 +109,9 @@ def quantize(
         raise CheckpointError(f"input_scale must be a finite number above 0, got {input_scale}")
     layout = layout_of(format)
     checkpoint = open_checkpoint(source)
-    weights = _select(checkpoint, include, exclude)
-    modules = list(dict.fromkeys(layer_of(weight.removesuffix(_WEIGHT)) for weight in weights))
+    weights = choose_weights(checkpoint, include, exclude)
+    every = [weight for some in weights.values() for weight in some]
+    modules = list(dict.fromkeys(layer_of(weight.module) for weight in every))
     config = layout.config(
         checkpoint.config or {}, modules, _other_linears(checkpoint, weights), has_input=input_scale is not None
     )
@@ -127,7 +122,16 @@ def quantize(
         raise CheckpointError(f"{destination} holds files: give a new directory, or the one that was begun")
 
     quantizing = _Quantizing(
-        load(), checkpoint, weights, layout, scales, input_scale, destination, device, progress or (lambda _: None)
+        load(),
+        checkpoint,
+        weights,
+        sharing_globals(every),
+        layout,
+        scales,
+        input_scale,
+        destination,
+        device,
+        progress or (lambda _: None),
     )
     after = sum(len(header.raw) + header.data_bytes for header, _ in quantizing.outputs.values())
     claim = Claim.of(
@@ -154,22 +158,30 @@ def quantize(
             index = dump_json(quantizing.new_index())
             write_file(destination / name, index, work, name, like=source / name)
     before = sum(len(header.raw) + header.data_bytes for header in checkpoint.headers.values())
-    return QuantizeReport(len(checkpoint.headers), len(weights), before, after)
+    return QuantizeReport(len(checkpoint.headers), len(every), before, after)
 
 
 @dataclass(frozen=True)
 class _Quantizing:
-    """What is needed to quantize any shard."""
+    """What is needed to quantize any shard.
+
+    Attributes:
+        weights: by the tensor that holds them.
+        sharing: for each module, the weights that have its global.
+        largest: for each module, the largest magnitude in its weight, once it is known.
+    """
 
     bundle: ModuleType
     checkpoint: Checkpoint
-    weights: dict[str, TensorInfo]
+    weights: dict[str, list[Weight]]
+    sharing: dict[str, list[Weight]]
     layout: QuantizedLayout
     scales: str
     input_scale: float | None
     destination: Path
     device: str
     progress: Progress
+    largest: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def outputs(self) -> dict[str, tuple[Header, list[tuple[int, int] | str]]]:
@@ -181,10 +193,12 @@ class _Quantizing:
             for shard, header in self.checkpoint.headers.items()
         }
 
-    def _new_tensors(self, weight: str) -> list[NewTensor]:
-        rows, cols = self.weights[weight].shape
-        module = weight.removesuffix(_WEIGHT)
-        return self.layout.tensors(module, rows, cols, has_input=self.input_scale is not None)
+    def _new_tensors(self, tensor: str) -> list[NewTensor]:
+        return [new for weight in self.weights[tensor] for new in self._parts(weight)]
+
+    def _parts(self, weight: Weight) -> list[NewTensor]:
+        has_input = self.input_scale is not None
+        return self.layout.tensors(weight.module, weight.rows, weight.cols, has_input=has_input)
 
     def new_index(self) -> dict:
         """The source's index, rewritten for the new tensors."""
@@ -217,8 +231,10 @@ class _Quantizing:
                 else:
                     position += output.tensors[part].nbytes
             for name in header.tensors:
-                if name in self.weights:
-                    self._quantize(shard, name, fd, file, stop)
+                for weight in self.weights.get(name, ()):
+                    if stop.is_set():
+                        raise Stopped
+                    self._quantize(shard, weight, fd, file)
             if read_header(file.temporary, shard).tensors != output.tensors:
                 raise CheckpointError([Fault(shard, None, "does not read back as written")])
             check_unchanged()
@@ -235,88 +251,67 @@ class _Quantizing:
             begin, position, size = begin + len(data), position + len(data), size - len(data)
             self.progress(len(data))
 
-    def _quantize(self, shard: str, name: str, fd: int, file: AtomicFile, stop: Event) -> None:
-        import torch
-
+    def _quantize(self, shard: str, weight: Weight, fd: int, file: AtomicFile) -> None:
         from finegrained_kernels.checkpoint.codec import to_bytes
 
-        if stop.is_set():
-            raise Stopped
-        info = self.weights[name]
-        data = bytearray(info.nbytes)
-        read_exact(fd, memoryview(data), self.checkpoint.headers[shard].data_start + info.begin, shard, name)
-        weight = torch.frombuffer(data, dtype=getattr(torch, _DTYPES[info.dtype])).view(info.shape).to(self.device)
-        try:
-            values = self._values(weight)
-        except ValueError as error:
-            raise CheckpointError([Fault(shard, name, str(error))]) from error
+        values = self._read(shard, weight, fd)
         output, _ = self.outputs[shard]
-        for (new, _, _), value in zip(self._new_tensors(name), values, strict=True):
+        for (new, _, _), value in zip(self._parts(weight), self._quantized(weight, values), strict=True):
             file.write_at(to_bytes(value), output.data_start + output.tensors[new].begin)
-        self.progress(info.nbytes)
+        self.progress(values.nbytes)
 
-    def _values(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        """The values of `_new_tensors`, in order."""
+    def _read(self, shard: str, weight: Weight, fd: int) -> torch.Tensor:
+        import torch
+
+        header = self.checkpoint.headers[shard]
+        info = header.tensors[weight.tensor]
+        dtype = getattr(torch, DTYPES[info.dtype])
+        data = bytearray(math.prod(weight.block) * dtype.itemsize)
+        read_exact(fd, memoryview(data), header.data_start + info.begin + weight.begin, shard, weight.tensor)
+        return weight.of(torch.frombuffer(data, dtype=dtype).view(weight.block).to(self.device))
+
+    def _quantized(self, weight: Weight, values: torch.Tensor) -> list[torch.Tensor]:
+        """The values of `_parts`, in order."""
         import torch
 
         input_scale = torch.tensor([] if self.input_scale is None else [self.input_scale], dtype=torch.float32)
-        quantize = self.bundle.nvfp4_quantize_two_level
+        quantize, global_scale = self.bundle.nvfp4_quantize_two_level, self._global(weight, values)
         if not self.layout.globals_divide:
-            return [*quantize(weight, scales=self.scales), *input_scale]
-        _, _, global_scale = quantize(weight)
+            return [*quantize(values, scales=self.scales, global_scale=global_scale), *input_scale]
         divisor = 1 / global_scale
         # Readers multiply by its reciprocal, which may differ from the global from which it was made.
-        packed, planes, _ = quantize(weight, scales=self.scales, global_scale=1 / divisor)
+        packed, planes, _ = quantize(values, scales=self.scales, global_scale=1 / divisor)
         return [packed, planes, divisor, *1 / input_scale]
+
+    def _global(self, weight: Weight, values: torch.Tensor) -> torch.Tensor:
+        """The second-level scale of the largest of all values that share it, wherever they are."""
+        import torch
+
+        self._note_largest(weight, values)
+        for other in self.sharing[weight.module]:
+            if other.module not in self.largest:
+                shard, _ = self.checkpoint.located[other.tensor]
+                with opened(self.checkpoint.root / shard, shard) as fd:
+                    check_unchanged = watch(fd, self.checkpoint.headers[shard], shard)
+                    read = self._read(shard, other, fd)
+                    check_unchanged()
+                self._note_largest(other, read)
+        largest = torch.stack([self.largest[other.module] for other in self.sharing[weight.module]]).max()
+        return self.bundle.nvfp4_quantize_two_level(largest.expand(1, GROUP))[2]
+
+    def _note_largest(self, weight: Weight, values: torch.Tensor) -> None:
+        largest = values.abs().amax().float()
+        if not largest.isfinite():
+            shard, _ = self.checkpoint.located[weight.tensor]
+            raise CheckpointError([Fault(shard, weight.tensor, f"expected finite values, got {float(largest)}")])
+        self.largest[weight.module] = largest
 
 
 def _other_linears(checkpoint: Checkpoint, weights: Collection[str]) -> list[str]:
     """Modules that are not quantized and have a weight like that of a linear layer; embeddings are recognized by their
     names."""
     return [
-        name.removesuffix(_WEIGHT)
+        name.removesuffix(WEIGHT)
         for name, (_, info) in checkpoint.located.items()
-        if name.endswith(_WEIGHT) and len(info.shape) == 2 and name not in weights and layer_kind(name) != "embeddings"
+        if name.endswith(WEIGHT) and len(info.shape) == 2 and name not in weights and layer_kind(name) != "embeddings"
     ]
-
-
-def _select(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> dict[str, TensorInfo]:
-    if checkpoint.config is None:
-        raise CheckpointError([Fault(CONFIG, None, "does not exist: it is where quantized layers are named")])
-    if checkpoint.config.get("quantization_config"):
-        raise CheckpointError([Fault(CONFIG, None, "has a quantization_config: the checkpoint is quantized already")])
-    raise_faults(checkpoint.faults)
-
-    def matches(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-    weights, faults = {}, []
-    for name, (shard, info) in checkpoint.located.items():
-        if not (matches(name, include) if include else _is_meant(name)) or matches(name, exclude):
-            continue
-        if is_stack(name, info.shape):
-            message = f"{list(info.shape)}: experts in one stack are not quantized, only those of a tensor each"
-            faults.append(Fault(shard, name, message))
-        elif not name.endswith(_WEIGHT) or len(info.shape) != 2 or not (include or _can_run(name, info)):
-            continue
-        elif info.dtype not in _DTYPES:
-            faults.append(Fault(shard, name, f"expected one of {', '.join(_DTYPES)}, got {info.dtype}"))
-        elif info.shape[1] % GROUP or 0 in info.shape:
-            faults.append(Fault(shard, name, f"expected [N, K] with K a multiple of {GROUP}, got {list(info.shape)}"))
-        else:
-            weights[name] = info
-    raise_faults(faults)
-    if not weights:
-        raise CheckpointError(f"{checkpoint.root}: no weight of a linear layer is asked for")
-    return weights
-
-
-def _is_meant(name: str) -> bool:
-    """Whether a tensor is quantized by default."""
-    return layer_kind(name) not in _LEFT_OUT
-
-
-def _can_run(name: str, info: TensorInfo) -> bool:
-    """Whether the kernels can run a linear layer of this size. Experts are always quantized, since all of them have to
-    be."""
-    return layer_kind(name) == "experts" or not (info.shape[0] % _ROWS or info.shape[1] % _COLS)

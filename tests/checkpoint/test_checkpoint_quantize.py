@@ -18,6 +18,16 @@ from finegrained_kernels.checkpoint import (
 
 pytestmark = pytest.mark.usefixtures("bundle")
 
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def global_of(module: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the largest value of the layers that engines run as one, by docs/format.md: amax / (448 * 6)."""
+    parent, _, name = module.rpartition(".")
+    names = next((names for names in TOGETHER if name in names), (name,))
+    return max(tensors[f"{parent}.{each}.weight"].abs().max().float() for each in names) / 2688
+
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,7 +48,8 @@ def test_quantize_then_round_trip(bundle, tmp_path, model, dtype, scales):
         if not name.endswith("_proj.weight"):  # embeddings, lm_head, the router and norms
             assert torch.equal(written.pop(name), tensor)
             continue
-        packed, planes, global_scale = bundle.nvfp4_quantize_two_level(tensor, scales=scales)
+        global_scale = global_of(name.removesuffix(".weight"), tensors)
+        packed, planes, _ = bundle.nvfp4_quantize_two_level(tensor, scales=scales, global_scale=global_scale)
         assert torch.equal(written.pop(name), packed)
         assert torch.equal(written.pop(f"{name}_scale").view(torch.uint8), planes.view(torch.uint8))
         assert torch.equal(written.pop(f"{name}_scale_2"), global_scale)
@@ -78,7 +89,7 @@ def test_quantize_as_llm_compressor_does(bundle, tmp_path, input_scale):
     for module in modules:
         weight, divisor = tensors[f"{module}.weight"], written.pop(f"{module}.weight_global_scale")
         assert divisor.dtype == torch.float32 and divisor.shape == (1,)
-        assert float(divisor) == pytest.approx(2688 / float(weight.abs().max()), rel=2**-22)
+        assert float(divisor) == pytest.approx(1 / float(global_of(module, tensors)), rel=2**-22)
         packed, planes, _ = bundle.nvfp4_quantize_two_level(weight, scales="mse", global_scale=1 / divisor[0])
         assert torch.equal(written.pop(f"{module}.weight_packed"), packed)
         assert torch.equal(written.pop(f"{module}.weight_scale").view(torch.uint8), planes.view(torch.uint8))
@@ -98,6 +109,98 @@ def test_quantize_as_llm_compressor_does(bundle, tmp_path, input_scale):
     assert verify(tmp_path / "csf", against=root).faults == []
     restore(tmp_path / "csf", tmp_path / "restored")
     assert checkpoints.tree(tmp_path / "restored") == checkpoints.tree(root)
+
+
+SHARED = [
+    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"],
+    ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z"],
+    ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"],
+    ["mlp.experts.0.w1", "mlp.experts.0.w3"],
+    ["mlp.experts.1.w1", "mlp.experts.1.w3"],
+    ["mlp.experts.gate_proj.2", "mlp.experts.up_proj.2"],
+    *(["self_attn.o_proj"], ["self_attn.q_b_proj"], ["self_attn.kv_b_proj"], ["linear_attn.out_proj"]),
+    *(["mlp.experts.0.w2"], ["mlp.experts.1.w2"], ["mlp.experts.down_proj.2"], ["mlp.shared_expert.down_proj"]),
+]
+"""Layers whose weights are multiplied at once by engines, which then have one second-level scale for them."""
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+def test_layers_that_engines_fuse_share_a_global(bundle, tmp_path, format):
+    """Wherever they are: each layer's are spread over shards, and are of magnitudes that differ up to 100 times."""
+    generator = torch.Generator().manual_seed(3)
+    names = [f"model.layers.{layer}.{name}" for layer in range(2) for group in SHARED for name in group]
+    tensors = {
+        f"{name}.weight": torch.randn(32, 64, generator=generator) * 10.0 ** -(i % 3) for i, name in enumerate(names)
+    }
+    source = checkpoints.write_checkpoint(
+        tmp_path / "source",
+        tensors,
+        checkpoints.CONFIG,
+        shard_of=lambda name: f"s{names.index(name[:-7]) % 4}.safetensors",
+    )
+    quantize(source, tmp_path / "nvfp4", format=format, jobs=2)
+    written = checkpoints.read_tensors(tmp_path / "nvfp4")
+    divides = format == "compressed-tensors"
+    for layer in range(2):
+        for group in SHARED:
+            members = [f"model.layers.{layer}.{name}" for name in group]
+            largest = max(tensors[f"{name}.weight"].abs().max() for name in members)
+            for name in members:
+                stored = written[f"{name}.weight_global_scale" if divides else f"{name}.weight_scale_2"]
+                assert stored == (1 / (largest / 2688) if divides else largest / 2688)
+                assert error_of(bundle, tensors[f"{name}.weight"], largest / 2688) < 1.03 * error_of(
+                    bundle, tensors[f"{name}.weight"], None
+                )
+
+
+def error_of(bundle, weight: torch.Tensor, global_scale: torch.Tensor | None) -> float:
+    """Of a weight in NVFP4, as a share of it, in the square mean."""
+    packed, planes, global_scale = bundle.nvfp4_quantize_two_level(weight, global_scale=global_scale)
+    codes = torch.stack([packed % 16, packed // 16], -1).flatten(-2).long()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * (1 - codes // 8 * 2)
+    values = values * planes.float().repeat_interleave(16, -1) * global_scale
+    return float((values - weight).norm() / weight.norm())
+
+
+def test_what_is_not_finite_is_named_not_what_shares_its_global(bundle, tmp_path):
+    tensors = {f"x.{name}_proj.weight": torch.ones(32, 64) for name in ("gate", "up")}
+    tensors["x.up_proj.weight"][3, 5] = float("nan")
+    source = checkpoints.write_checkpoint(tmp_path / "source", tensors, checkpoints.CONFIG)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: x.up_proj.weight: expected finite values, got nan"):
+        quantize(source, tmp_path / "nvfp4")
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("inner", [16, 32, 48])
+def test_stacks_of_experts_become_a_tensor_each(bundle, tmp_path, transposed, inner, suffix):
+    """The same files as of experts that had a tensor each, but for the order of tensors."""
+    generator = torch.Generator().manual_seed(4)
+    apart, stacked = {"model.norm.weight": torch.ones(32)}, {"model.norm.weight": torch.ones(32)}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.randn(3, *shape, generator=generator).bfloat16() for shape in [(inner, 32)] * 2 + [(32, inner)]
+        )
+        for e in range(3):
+            apart |= {
+                f"{experts}.{e}.{name}_proj.weight": stack[e].clone()
+                for name, stack in (("gate", gate), ("up", up), ("down", down))
+            }
+        for name, stack in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
+            stacked[f"{experts}.{name}{suffix}"] = stack.mT.contiguous() if transposed else stack
+    results = []
+    for name, tensors in (("apart", apart), ("stacked", stacked)):
+        checkpoints.write_checkpoint(tmp_path / name, tensors, checkpoints.CONFIG, shard_of=checkpoints.by_layer)
+        report = quantize(tmp_path / name, tmp_path / f"{name}-nvfp4", input_scale=0.5)
+        assert report.quantized == 18 and inspect(tmp_path / f"{name}-nvfp4").faults == []
+        results.append(checkpoints.read_tensors(tmp_path / f"{name}-nvfp4"))
+    assert results[0].keys() == results[1].keys()
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), results[1][name].view(-1).view(torch.uint8)), name
+    configs = [(tmp_path / f"{name}-nvfp4" / "config.json").read_bytes() for name in ("apart", "stacked")]
+    assert configs[0] == configs[1]
 
 
 def test_quantize_refuses_another_format(tmp_path):
@@ -139,6 +242,10 @@ def test_which_layers_are_quantized_and_what_the_config_calls_them(bundle, tmp_p
     assert [plane.module for plane in open_checkpoint(tmp_path / "head").planes.values()] == ["lm_head"]
 
 
+def stacks(**shapes: tuple[int, ...]):
+    return lambda tensors: tensors.update({f"y.experts.{name}": torch.ones(shape) for name, shape in shapes.items()})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -146,9 +253,23 @@ def test_which_layers_are_quantized_and_what_the_config_calls_them(bundle, tmp_p
         (lambda tensors: tensors.update({"x.experts.0.up_proj.weight": torch.ones(4, 24)}), "multiple of 16"),
         (lambda tensors: tensors.update({"x.experts.0.up_proj.weight": torch.ones(4, 32).double()}), "F64"),
         (lambda tensors: tensors.pop("x.experts.0.up_proj.weight"), "no weight of a linear layer is asked for"),
+        (stacks(up_proj=(2, 4, 32)), r"up_proj: \[2, 4, 32\]: of stacks of experts only gate_up_proj and down_proj"),
+        (stacks(down_proj=(2, 32, 16)), r"down_proj: \[2, 32, 16\]: is quantized together with y.experts.gate_up_proj"),
         (
-            lambda tensors: tensors.update({"x.experts.up_proj": torch.ones(2, 4, 32)}),
-            r"x.experts.up_proj: \[2, 4, 32\]: experts in one stack",
+            stacks(gate_up_proj=(2, 32, 32), down_proj=(2, 32, 32)),
+            r"expected stacks \[E, 2 \* I, H\] and \[E, H, I\], or each expert's transposed, got \[2, 32, 32\] and",
+        ),
+        (stacks(gate_up_proj=(3, 64, 32), down_proj=(2, 32, 32)), r"expected stacks .* got \[3, 64, 32\] and"),
+        (stacks(gate_up_proj=(2, 48, 32), down_proj=(2, 32, 24)), r"K a multiple of 16, got \[32, 24\]"),
+        (
+            stacks(gate_up_proj=(2, 64, 32), down_proj=(2, 32, 32), gate_up_proj_bias=(2, 64)),
+            r"gate_up_proj: \[2, 64, 32\]: beside y.experts.gate_up_proj_bias: experts with biases may",
+        ),
+        (
+            lambda tensors: tensors.update(
+                {"x.experts.gate_up_proj": torch.ones(1, 8, 32), "x.experts.down_proj": torch.ones(1, 32, 4)}
+            ),
+            r"the same experts have tensors of their own, such as x.experts.0.up_proj.weight",
         ),
     ],
 )

@@ -58,9 +58,43 @@ def test_what_quantize_writes(bundle, tmp_path, architecture, format):
     assert torch.equal(*found) and cosine(found[0], reference(ids).logits) >= 0.9999
 
 
-def write_bf16(root: Path, config: transformers.PreTrainedConfig) -> Path:
+@torch.no_grad()
+def test_stacked_experts(bundle, tmp_path):
+    """Stacks on the hub have K in the middle, and transformers knows no tensor of a single expert: engines do."""
+    text = small_config("qwen3_vl_moe_text", num_experts=4, num_experts_per_tok=4, moe_intermediate_size=64)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    vision |= {"num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": [0]}
+    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text.to_dict(), vision_config=vision)
+    config.tie_word_embeddings = False
+    model_class = transformers.AutoModelForImageTextToText
+    source = write_bf16(tmp_path / "bf16", config, model_class)
+    tensors = read_tensors(source)
+    stacks = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 3 and ".experts." in name}
+    assert len(stacks) == 4
+    transposed = {name: tensor.mT.contiguous() for name, tensor in stacks.items()}
+    save_file(tensors | transposed, source / "model.safetensors", {"format": "pt"})
+    quantize(source, tmp_path / "dense")
+    compress(tmp_path / "dense", tmp_path / "csf")
+    floats = dequantized_tensors(tensors, tmp_path / "dense")
+    for name, stack in stacks.items():
+        experts, _, projection = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+        each = [[floats.pop(f"{experts}.{e}.{part}.weight") for part in parts] for e in range(len(stack))]
+        floats[name] = torch.stack([torch.cat(rows) for rows in each])
+    write_model(source, floats, tmp_path / "floats")
+    ids = (torch.arange(24) * 7 % 128).view(1, -1)
+    reference = model_class.from_pretrained(tmp_path / "floats", dtype=torch.float32)(ids).logits
+    for form in ("dense", "csf"):
+        model = load(tmp_path / form, model_class=model_class)
+        assert (len(nvfp4_linears(model)), len(nvfp4_experts(model))) == (8, 2)
+        assert cosine(model(ids).logits, reference) >= 0.9999
+
+
+def write_bf16(
+    root: Path, config: transformers.PreTrainedConfig, model_class: type = transformers.AutoModelForCausalLM
+) -> Path:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model_class.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             spread = 1.0 if "embed" in name else parameter.shape[-1] ** -0.5
@@ -71,7 +105,11 @@ def write_bf16(root: Path, config: transformers.PreTrainedConfig) -> Path:
 
 def write_floats(source: Path, quantized: Path, root: Path) -> None:
     """The model of ``source`` in float32, with what the tensors of ``quantized`` stand for."""
-    floats, tensors = read_tensors(source), read_tensors(quantized)
+    write_model(source, dequantized_tensors(read_tensors(source), quantized), root)
+
+
+def dequantized_tensors(floats: dict[str, torch.Tensor], quantized: Path) -> dict[str, torch.Tensor]:
+    floats, tensors = dict(floats), read_tensors(quantized)
     for name in [name for name in tensors if name.endswith(".weight_scale")]:
         module = name.removesuffix(".weight_scale")
         divides = f"{module}.weight_packed" in tensors
@@ -80,6 +118,10 @@ def write_floats(source: Path, quantized: Path, root: Path) -> None:
         codes = np.stack([packed % 16, packed // 16], -1).reshape(len(packed), -1)
         value = dequantized(codes, tensors[name].view(torch.uint8).numpy(), 1 / scale if divides else scale)
         floats[f"{module}.weight"] = torch.from_numpy(value)
+    return floats
+
+
+def write_model(source: Path, floats: dict[str, torch.Tensor], root: Path) -> None:
     root.mkdir()
     save_file({name: tensor.float() for name, tensor in floats.items()}, root / "model.safetensors", {"format": "pt"})
     shutil.copy(source / "config.json", root)
