@@ -275,7 +275,7 @@ def layer_times(results: Path) -> dict[str, Figure]:
 
 
 def model_speed(results: Path) -> Figure:
-    """Tokens a second of a whole model by strategy, over those with dense scales, and all that it has allocated."""
+    """Tokens per second of a whole model by strategy, over those with dense scales, and all that it has allocated."""
     table = Table("model", results)
     calls = model_calls(table, "moe")
     cases = [case for case, _ in calls]
@@ -292,7 +292,7 @@ def model_speed(results: Path) -> Figure:
         memory.bar(i, allocated, color=STRATEGIES[variant])
         memory.annotate(f"{allocated:.1f}", (i, allocated), ha="center", va="bottom", fontsize=8)
     speed.set_xticks(range(len(cases)), [name.replace(", ", "\n") for name in calls.values()], fontsize=8)
-    speed.set(ylabel="tokens a second,\nof those with dense scales", ylim=(0, 1.1))
+    speed.set(ylabel="tokens per second,\nof those with dense scales", ylim=(0, 1.1))
     speed.yaxis.set_major_formatter(PercentFormatter(1, 0))
     memory.set_xticks(range(len(variants)), [v.replace("prefetched", "pre-\nfetched") for v in variants], fontsize=8)
     memory.set_ylabel("memory allocated, GB")

@@ -2,7 +2,7 @@
 
     python benchmarks/report.py [--check]
 
-A table appears once its file is there. `--check` writes nothing, and fails if a document is not what would be written.
+A table appears once its file exists. `--check` writes nothing, and fails if a document is not what would be written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ LAYER_FIGURE = (
 )
 PEERS_FIGURE = (
     "Times of one weight's product over ours, of the faster peer and of torch's bf16, over tokens",
-    "Above the line, ours is faster. With many tokens torch in bf16 is, on weights of almost four times the memory.",
+    "Above the line, ours is faster. With many tokens bf16 is faster, but its weights take almost four times the "
+    "memory.",
 )
 PEER_TOKENS = (1, 16, 64, 512, 1024, 4096)
 STACK_HEADER = "planes, rows, columns | exceptions | warm, us | of the roof | cold, us | of the roof | swizzled, warm"
@@ -72,7 +73,7 @@ def change(ratio: float) -> str:
 
 
 def image(name: str, shows: str, caption: str, folder: str = "figures") -> str:
-    """A figure, and below it what there is to see."""
+    """A figure, and a caption that says what to see in it."""
     return f"\n![{shows}]({folder}/{name}.svg)\n\n{paragraph(f'*{caption}*')}"
 
 
@@ -82,7 +83,7 @@ def version(text: str) -> str:
 
 
 def machine(table: Table) -> str:
-    """What all rows were measured on and with; an error if they differ, as their numbers would stand side by side."""
+    """The device and versions with which all rows were measured. Raises if they differ."""
     found = {f"{row.device}, torch {version(row.torch)}, triton {version(row.triton)}" for row in table}
     if len(found) != 1:
         raise ValueError(f"{table.name}.csv: expected rows of one device and one torch, got {sorted(found)}")
@@ -138,12 +139,12 @@ def routing() -> str:
         ["us, `max_active` given", *(f"{row.us:.2f}" for row in known)],
         ["us, a copy of their bytes", *(f"{row.roof_us:.2f}" for row in known)],
     ]
-    text = f"""Only the experts that got tokens, planes of {rows} x {cols}, warm. `max_active` tells the launch how many
-        to expect:"""
+    text = f"""Only the experts that have tokens, with planes of {rows} x {cols}, warm. `max_active` tells the launch
+        how many to expect:"""
     table_text = markdown_table(" | ".join([f"active of {planes}", *counts]), lines)
     drawn = image(
         "sparse_routing",
-        "Time to decode active experts, over their number, beside a copy of as many bytes",
+        "Time to decode active experts, over their number, and to copy as many bytes",
         "The time grows with the number of experts that are decoded, not with the number that the layer has.",
     )
     return paragraph(text) + "\n" + table_text + drawn
@@ -156,7 +157,7 @@ def encoding() -> str:
     )
     decode, encode = (cpu.one(variant=name, condition="warm") for name in ("full", "compress"))
     return "### Compressing\n\n" + paragraph(
-        f"""Compressing {sum(map(dense_bytes, LAYER)) / 1e6:.0f} MB of scales, {len(LAYER)} stacks, takes the GPU
+        f"""Compressing {sum(map(dense_bytes, LAYER)) / 1e6:.0f} MB of scales, in {len(LAYER)} stacks, takes the GPU
         {compress:.0f} us. The calls take {wall:.0f} us of wall time, since each waits for its number of exceptions;
         preparing the result takes another {prepare:.0f} us. An eager call of `decompress_nvfp4_csf_scales` takes the
         CPU {gpu.one(variant="eager_call").us:.0f} us. On {decode.device} the first stack decodes in
@@ -176,13 +177,13 @@ def checkpoints() -> str:
 
 
 def gemm_name(case: str) -> str:
-    """`case` of nvfp4_gemm.csv: rows by K of all experts."""
+    """The name of a `case` of nvfp4_gemm.csv: experts, rows and K."""
     experts, rows, depth = GEMMS[case]
     return f"{experts} experts, {rows} x {depth}"
 
 
 def gemms() -> str:
-    """Few tokens beside the roof of memory, many beside torch's GEMMs of bf16 weights."""
+    """Few tokens, compared with the roof of memory; many tokens, compared with torch's GEMMs of bf16 weights."""
     table = Table("nvfp4_gemm")
     few: dict[str, dict[int, str]] = {}
     many = []
@@ -213,7 +214,7 @@ def gemms() -> str:
 
 
 def strategies() -> str:
-    """A layer's GEMMs on dense scales, staged and fused: what staged and fused add, and how much less fused adds."""
+    """A layer's GEMMs on dense scales: what staged and fused add to their time, and how much less fused adds."""
     table = Table("fused")
     rows = []
     for model, counts in layers_of(table).items():
@@ -237,7 +238,7 @@ def strategies() -> str:
 
 
 def moe_layer() -> str:
-    """A layer's time by strategy, over its tokens."""
+    """A layer's time by strategy and number of tokens."""
     table = Table("moe_layer")
     case = "qwen_layer_w4a16"
     variants = ("dense", "staged", "fused")
@@ -272,13 +273,13 @@ def moe_layer() -> str:
         written += image(
             f"moe_stack_{model}_{kind}",
             "Time of layers with attention by strategy, over tokens",
-            "Prefetching pays where attention is long; elsewhere reading compressed scales in the GEMM is best.",
+            "Prefetching pays off if attention is long; otherwise, reading compressed scales in the GEMM is best.",
         )
     return written
 
 
 def model() -> str:
-    """Tokens a second of a whole model of experts, and its memory."""
+    """Tokens per second of a whole model of experts, and its memory."""
     table = Table("model")
     calls = model_calls(table, "moe")
     first = next(iter(calls))[0]
@@ -291,23 +292,24 @@ def model() -> str:
     of_each = [table.select(case=first, variant=variant)[0] for variant in variants]
     rows.append(["scales, GB", *(f"{row.scale_bytes / 1e9:.2f}" for row in of_each)])
     rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
-    text = f"""A whole model in transformers, in tokens a second: 24 layers of 512 experts of the same sizes, 10 for
+    text = f"""A whole model in transformers, in tokens per second: 24 layers of 512 experts of the same sizes, 10 for
         each token, with full attention and random weights ({machine(table)})."""
     drawn = image(
         "model_speed",
-        "Tokens a second of a model by strategy, and its memory",
-        "Fused: the speed of dense scales in less memory. Scales are a ninth of the weights: the total changes little.",
+        "Tokens per second of a model by strategy, and its memory",
+        "Fused: the speed of dense scales in less memory. Scales are a ninth of the weights, so the total changes "
+        "little.",
     )
     return "### A whole model\n\n" + paragraph(text) + "\n" + markdown_table(" | ".join(["", *variants]), rows) + drawn
 
 
 def speed(row: Row) -> str:
-    """Tokens a second."""
+    """Tokens per second."""
     return f"{1e6 * (row.tokens or 0) / row.us:,.0f}"
 
 
 def dense_model() -> str:
-    """Tokens a second of a dense model, beside the same one in bf16, and its memory; nothing without its rows."""
+    """Tokens per second of a dense model, beside the same one in bf16, and its memory; nothing without its rows."""
     table = Table("model")
     variants = ("bf16", "dense", "fused")
     rows, calls = [], model_calls(table, "dense")
@@ -323,9 +325,9 @@ def dense_model() -> str:
     rows.append(["allocated in all, GB", *(f"{row.allocated_bytes / 1e9:.2f}" for row in of_each)])
     is_compiled = any(condition == "compiled" for _, condition in calls)
     compiled = ' or by `torch.compile` with mode "reduce-overhead" ("compiled")' if is_compiled else ""
-    text = f"""A dense model in transformers, in tokens a second, beside the same one in bf16: a Qwen3 of 8B shapes (36
-        layers, hidden size 4096, intermediate size 12288) with random weights, whose linear layers but the head are
-        NVFP4, W4A16 ({machine(table)}). Decoding is a step after 256 tokens, by a CUDA graph of the eager model
+    text = f"""A dense model in transformers, in tokens per second, beside the same one in bf16: a Qwen3 of 8B shapes
+        (36 layers, hidden size 4096, intermediate size 12288) with random weights, whose linear layers except the head
+        are NVFP4, W4A16 ({machine(table)}). Decoding is a step after 256 tokens, by a CUDA graph of the eager model
         ("graph"){compiled}."""
     header = " | bf16 | NVFP4, dense scales | NVFP4, compressed scales"
     return "### A dense model\n\n" + paragraph(text) + "\n" + markdown_table(header, rows)
@@ -344,7 +346,7 @@ def language_model() -> str:
         if (found := [table.one(case=case, variant=variant) for case in cases])
     ]
     tokens = table[0].tokens
-    text = f"""A real language model, SmolLM2-135M-Instruct, all its linear layers but the head quantized by
+    text = f"""A real language model, SmolLM2-135M-Instruct, with all linear layers except the head quantized by
         `finegrained-kernels quantize`, W4A16: perplexity of a text of {tokens} tokens (the beginning of Alice's
         Adventures in Wonderland), run in fp16, and the size of its safetensors files. Compressed scales are the same
         scales."""
@@ -357,7 +359,7 @@ def language_model() -> str:
 
 
 def peers() -> str:
-    """One weight beside what else there is for it."""
+    """One weight, compared with its peers."""
     table = Table("peers")
     text = f"""One weight (`matmul_2d`, bf16 activations), cold, on one {machine(table)}, in us: ours on dense scales
         and on compressed ones, and in the same run Marlin (vLLM 0.26.0), Humming (0.1.10) and torch's bf16 product of
@@ -373,7 +375,7 @@ def peers() -> str:
 
 
 def peers_summary() -> str:
-    """README's part of that: ours, the faster peer, and bf16."""
+    """README's part of it: ours, the faster peer, and bf16."""
     table = Table("peers")
     rows = []
     for case, (weight_rows, depth) in WEIGHTS.items():
@@ -400,7 +402,7 @@ def summary() -> str:
     memory = (f"{dense:.0f}", f"{compressed:.0f}, and {scratch:.0f} once for all layers", f"{compressed:.0f}")
     rows.append(["scales of a layer, MB", *memory])
     text = f"""A layer of 512 experts (hidden size 2560, intermediate size 640, top 8, bf16 activations) on one
-        {machine(table)}: microseconds a call, with none of its data in the GPU's L2 cache."""
+        {machine(table)}: microseconds per call, with none of its data in the GPU's L2 cache."""
     header = "tokens | dense scales | compressed, decoded before the GEMMs | compressed, read by the GEMMs"
     drawn = image("moe_layer_qwen_w4a16", *LAYER_FIGURE, folder="docs/figures")
     return paragraph(text) + "\n" + markdown_table(header, rows) + drawn + (peers_summary() if has("peers") else "")
@@ -420,7 +422,7 @@ SECTIONS: list[tuple[tuple[str, ...], Callable[[], str]]] = [
     (("csf_decode", "csf_cpu"), encoding),
     (("checkpoints", "checkpoints_h200"), checkpoints),
 ]
-"""Which files each part needs, and what writes it."""
+"""The files that each part needs, and the function that writes it."""
 
 
 def all_parts() -> str:
@@ -429,7 +431,7 @@ def all_parts() -> str:
 
 
 DOCUMENTS: dict[str, Callable[[], str]] = {"README.md": summary, "docs/benchmarks.md": all_parts}
-"""Documents with a measured part, and what writes it."""
+"""Documents with a measured part, and the function that writes it."""
 
 
 def with_measured_part(name: str, text: str) -> str:

@@ -3,7 +3,7 @@
     python examples/generate.py PATH_OR_HUB_ID [--device cuda] [--strategies dense staged fused] [--tokens 64]
 
 PATH_OR_HUB_ID is a ModelOpt or compressed-tensors checkpoint, with compressed scales or dense ones; to make one, see
-docs/checkpoints.md. Prints for each strategy the bytes of its scales and tokens a second, and whether all generate the
+docs/checkpoints.md. Prints the bytes of scales and the tokens per second of each strategy, and whether all generate the
 same tokens.
 """
 
