@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from pathlib import Path
 
@@ -215,8 +216,21 @@ def test_layers_share_one_workspace(checkpoints):
     assert layers[0].experts.scratch.numel() == layers[0].scratch_bytes == 8 * (128 * 8 + 128 * 4)
     set_scale_strategy(model, "fused")
     assert all(layer.experts.scratch is None for layer in layers)
-    set_scale_strategy(model, "auto")
-    assert all(layer.experts.scratch is not None for layer in layers)
+    set_scale_strategy(model, "staged")
+    assert len({layer.experts.scratch.data_ptr() for layer in layers}) == 1
+
+
+def test_auto_keeps_no_workspace(checkpoints, bundle, monkeypatch):
+    """A call whose GEMMs do not read compressed scales decodes them into memory of its own."""
+    model = load(checkpoints("qwen3_moe")["csf"], "auto")
+    expected = generate(model, 3)
+    assert all(layer.is_compressed and layer.experts.scratch is None for layer in nvfp4_experts(model))
+    moe, decoded = importlib.import_module(f"{bundle.__name__}.moe.layer"), []
+    decode = moe.decode_scales
+    monkeypatch.setattr(moe, "reads_compressed_on", lambda *_: False)
+    monkeypatch.setattr(moe, "decode_scales", lambda *args: decoded.append(args[1]) or decode(*args))
+    assert torch.equal(generate(model, 3), expected)
+    assert decoded and not any(memory is not None for memory in decoded)
 
 
 def test_prefetching_follows_the_order(checkpoints, bundle, monkeypatch):

@@ -40,8 +40,11 @@ class Schedule:
         self.__dict__.update(state, bundle=load(), _lock=threading.RLock())
 
     def scratch(self, device: torch.device) -> torch.Tensor | None:
-        """The workspace on ``device``, large enough for every layer; None if none is needed."""
-        size = 0 if self.strategy == "fused" else max((layer.scratch_bytes for layer in self.layers), default=0)
+        """The workspace on ``device``, large enough for every layer; None if none is needed.
+
+        With "auto", the GEMMs of nearly every call read compressed scales; other calls decode them into new memory.
+        """
+        size = max((layer.scratch_bytes for layer in self.layers), default=0) if self.strategy == "staged" else 0
         used = {layer.device for layer in self.layers} | {device}
         self._scratch = {place: scratch for place, scratch in self._scratch.items() if place in used}
         if size and (device not in self._scratch or self._scratch[device].numel() < size):
