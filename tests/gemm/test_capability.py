@@ -17,7 +17,7 @@ TARGETS = (*NVIDIA, "gfx942", "gfx950", "xpu")
 PORTABLE_ONLY = {"sm_75", "sm_80", "sm_86", "gfx942", "gfx950", "xpu"}
 BLOCK_SCALED = {"sm_100", "sm_103", "sm_120", "sm_121"}
 NUM_EXPERTS = 384
-DEPTHS = {"whole": 2560, "half a word": 2880, "odd": 96, "long": 16128}
+DEPTHS = {"whole": 2560, "half a word": 2880, "odd": 96, "long": 16128, "longer": 28672, "has no halves": 29568}
 
 
 @pytest.fixture(params=TARGETS)
@@ -40,7 +40,7 @@ def expected(target: str, kind: str, weight_only: bool) -> tuple[str, bool]:
         return "sm100_scaled", True
     if kind == "odd":
         return "portable", True
-    return "mma", kind == "whole" or (kind == "long" and target != "sm_90")
+    return "mma", kind == "whole" or (kind in ("long", "longer") and target != "sm_90")
 
 
 @pytest.mark.parametrize("weight_only", [True, False], ids=["w4a16", "w4a4"])
