@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from compile_kernels import TARGETS, compile_case
 from finegrained_kernels import load
-from gemm_cases import Case, gemm_cases
+from gemm_cases import BLACKWELL, Case, gemm_cases
 
 EXCEPTIONS = 0.01
 
@@ -132,6 +132,8 @@ def table(bundle: ModuleType) -> Iterator[str]:
         for kind, name in KERNELS:
             if gpu.arch == "sm_90" and kind != "portable":
                 continue  # measured
+            if gpu.arch in BLACKWELL and kind == "portable":
+                continue  # there for few K alone
             dense, fused = cases[f"{kind} {name}"], cases[f"{kind} fused {name}"]
             if gpu.arch in fused.archs:
                 yield estimate(gpu, dense, fused)
