@@ -287,6 +287,27 @@ FAULTS = [
             ),
             ("another part's columns", "tile_scales.py", "return out_ptr - first_col", "return out_ptr", BLOCK_SCALED),
             (
+                "columns past the first group not decoded",
+                "tile_scales.py",
+                "for group in tl.static_range(0, COLS // 2, GROUP_PAIRS)",
+                "for group in tl.static_range(0, GROUP_PAIRS, GROUP_PAIRS)",
+                IN_TRITON,
+            ),
+            (
+                "codes read past a plane's end",
+                "tile_scales.py",
+                "mask = ok[:, None] & (first_col // 2 + i + pair < C // 2)[None, :]",
+                "mask = ok[:, None]",
+                IN_TRITON,
+            ),
+            (
+                "one piece of scratch for all programs",
+                "tile_scales.py",
+                "weight.scratch + tl.program_id(0).to(tl.int64) * (HALVES * HALF * COLS)",
+                "weight.scratch",
+                IN_TRITON,
+            ),
+            (
                 "scales of gate for up",
                 "portable.py",
                 "UP: tl.constexpr = BLOCK_N if SHAPE.COMPRESSED else N",

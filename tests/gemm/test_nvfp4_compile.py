@@ -51,6 +51,8 @@ chosen = [s for s in table.ON_CPU if s.tokens < 10 and s.depth < 200 and s.cols 
 for scenario in chosen[::4]:
     table.check_scenario(bundle, part("nvfp4.reference"), scenario, "cpu")
 
+interpreter_faults.watch_memory(programs_apart=False)  # rows may have several owners
+
 import malformed_routing
 for name in malformed_routing.STARTS:
     for indices in ("none", "gather and scatter"):
@@ -64,6 +66,8 @@ for gate, activation_format in ((True, "bf16"), (False, None)):
 COMPRESSED = """
 import fused_scenarios as fused
 
+interpreter_faults.watch_memory(programs_apart=True)
+
 def refuse(*_, **__):
     raise AssertionError("compressed scales were decoded for a kernel that reads them")
 
@@ -76,7 +80,12 @@ config.PORTABLE = part("gemm.dispatch").PORTABLE = config.BlockConfig(64, 64, 16
 long = {"op": "grouped", "activation": "w4a16_bf16", "gate": "silu", "requant": False, "routing": "uniform",
         "size": (2, 3), "shape": (80, 1184), "percent": 5, "kind": "any", "output": "float32"}
 fused.check_scenario(bundle, long, "cpu")
-fused.check_scenario(bundle, {**long, "percent": 100, "gate": "none", "shape": (16, 1184)}, "cpu")
+long |= {"gate": "none", "shape": (16, 1184)}
+fused.check_scenario(bundle, {**long, "percent": 100}, "cpu")
+
+config.PORTABLE = part("gemm.dispatch").PORTABLE = config.BlockConfig(64, 64, 16)
+part("gemm.kernels.tile_scales").GROUP_PAIRS = tl.constexpr(32)  # of 48 pairs of columns
+fused.check_scenario(bundle, long, "cpu")
 """
 
 SCALED = """
