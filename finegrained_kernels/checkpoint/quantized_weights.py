@@ -13,6 +13,7 @@ from finegrained_kernels.checkpoint.headers import DTYPE_BITS, TensorInfo
 from finegrained_kernels.checkpoint.kinds import layer_kind
 from finegrained_kernels.checkpoint.layouts import CONFIG, Checkpoint
 from finegrained_kernels.checkpoint.names import GROUP, is_stack, split_expert
+from finegrained_kernels.checkpoint.quantization_config import HF_QUANT_CONFIG, find_section
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +67,10 @@ def choose_weights(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequ
     """
     if checkpoint.config is None:
         raise CheckpointError([Fault(CONFIG, None, "does not exist: it is where quantized layers are named")])
-    if checkpoint.config.get("quantization_config"):
-        raise CheckpointError([Fault(CONFIG, None, "has a quantization_config: the checkpoint is quantized already")])
+    path, _ = find_section(checkpoint.config)
+    if path or checkpoint.layout.hf_quant_config is not None:
+        file, key = (CONFIG, ".".join(path)) if path else (HF_QUANT_CONFIG, "quantization")
+        raise CheckpointError([Fault(file, None, f"has a {key}: the checkpoint is quantized already")])
     raise_faults(checkpoint.faults)
 
     def matches(name: str, patterns: Sequence[str]) -> bool:

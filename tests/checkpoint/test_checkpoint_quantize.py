@@ -203,6 +203,20 @@ def test_stacks_of_experts_become_a_tensor_each(bundle, tmp_path, transposed, in
     assert configs[0] == configs[1]
 
 
+@pytest.mark.parametrize("where", ["text_config.compression_config", "hf_quant_config.json"])
+def test_what_is_quantized_already_is_known_wherever_it_says_so(bundle, tmp_path, where):
+    config, files = dict(checkpoints.CONFIG), {}
+    if where == "hf_quant_config.json":
+        files[where] = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    else:
+        config["text_config"] = {"compression_config": {"quant_method": "fp8"}}
+    source = checkpoints.write_checkpoint(tmp_path / "source", {"lm_head.weight": torch.ones(32, 64)}, config)
+    for name, document in files.items():
+        checkpoints.write_json(source / name, document)
+    with pytest.raises(CheckpointError, match=rf"{where}.*: the checkpoint is quantized already"):
+        quantize(source, tmp_path / "nvfp4", include=["lm_head.*"])
+
+
 def test_quantize_refuses_another_format(tmp_path):
     with pytest.raises(CheckpointError, match="format must be one of 'modelopt', 'compressed-tensors', got 'gguf'"):
         quantize(tmp_path, tmp_path / "nvfp4", format="gguf")
