@@ -114,7 +114,11 @@ def test_a_layer_too_many(damaged):
         ),
         (f"{EXPERT}.up_proj.input_scale", torch.ones(2), r"up_proj.input_scale: expected one F32 value"),
         (f"{EXPERT}.up_proj.input_scale", torch.tensor(0.02), r"up_proj.input_scale: differs from gate's"),
-        (f"{EXPERT}.down_proj.input_scale", torch.tensor(0.0), r"down_proj.input_scale: is 0.0, which is not a scale"),
+        (
+            f"{EXPERT}.down_proj.input_scale",
+            torch.tensor(0.0),
+            r"down_proj.input_scale: is 0.0, which is not a scale; load with activation_format='bf16' or",
+        ),
         (f"{EXPERT}.up_proj.bias", torch.zeros(64), r"up_proj.bias: unknown, F32 \[64\]: NVFP4 experts have"),
         (
             f"{SCALE}.nvfp4_csf_exceptions",

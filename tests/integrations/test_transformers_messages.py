@@ -83,6 +83,14 @@ class Gated(torch.nn.Module):
         return gate_up
 
 
+@pytest.mark.parametrize("divisor", [0.0, float("inf"), 1e-39])
+def test_a_divisor_whose_reciprocal_is_no_scale(divisor):
+    plane = SimpleNamespace(input_scale="x.input_global_scale", global_scale_divides=True)
+    reader = SimpleNamespace(checkpoint=SimpleNamespace(located={plane.input_scale: ("a.safetensors", None)}))
+    with pytest.raises(CheckpointError, match=r"^a.safetensors: x.input_global_scale: is .*, which is not a scale;"):
+        loading._input_scales(reader, [[plane]], torch.tensor([[divisor]]))
+
+
 def test_experts_that_the_kernels_do_not_compute():
     gated = Gated()
     with pytest.raises(

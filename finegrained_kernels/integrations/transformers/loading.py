@@ -251,14 +251,15 @@ def _input_scales(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored
         name = stack[half][expert].input_scale
         return CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
 
-    bad = (~((stored > 0) & stored.isfinite())).nonzero()
-    if len(bad):
+    without = "load with activation_format='bf16' or 'nvfp4_dynamic', which need none"
+    divides = torch.tensor([[plane.global_scale_divides for plane in planes] for planes in stack]).T
+    multipliers = torch.where(divides, 1 / stored, stored)
+    bad = (~((multipliers > 0) & multipliers.isfinite())).nonzero()
+    if len(bad):  # as of an expert that no token of the calibration went to
         expert, half = bad[0].tolist()
-        raise fault(expert, half, f"is {float(stored[expert, half])}, which is not a scale")
+        raise fault(expert, half, f"is {float(stored[expert, half])}, which is not a scale; {without}")
     unlike = (stored != stored[:, :1]).nonzero()
     if len(unlike):
         expert, half = unlike[0].tolist()
-        message = "differs from gate's; load with activation_format='bf16' or 'nvfp4_dynamic', which need none"
-        raise fault(expert, half, message)
-    divides = torch.tensor([plane.global_scale_divides for plane in stack[0]])
-    return torch.where(divides, 1 / stored[:, 0], stored[:, 0])
+        raise fault(expert, half, f"differs from gate's; {without}")
+    return multipliers[:, 0]
