@@ -1,4 +1,4 @@
-"""Fixtures that every test may use. Tests meet the bundle as a model does: built, and loaded by ``get_kernel``."""
+"""Fixtures for all tests. Tests use the bundle as a model does: built, and loaded by ``get_kernel``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Triton's binding library lists objects that outlive it when Python ends: hundreds of lines below the summary."""
+    """When Python exits, Triton's binding library would list objects that outlive it: hundreds of lines below the
+    summary."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Without coverage's tracer, for what is timed."""
+    """Run without coverage's tracer, for what is timed."""
     tracer = sys.gettrace()
     sys.settrace(None)
     try:
@@ -43,7 +44,7 @@ def untraced() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def bundle_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This checkout's bundle, freshly built: the directory that holds ``torch-cpu`` and the other variants."""
+    """This checkout's bundle, freshly built: the directory with ``torch-cpu`` and the other variants."""
     out = tmp_path_factory.mktemp("bundle") / "build"
     build(ROOT, out)
     return out
@@ -61,7 +62,7 @@ def bundle(bundle_dir: Path) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For small tensors: more threads would only wait for each other."""
+    """Use one thread, for small tensors: several threads would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -72,8 +73,8 @@ def one_thread() -> Iterator[None]:
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Run a snippet in a fresh interpreter, with nothing cached from any hub, and return what it printed.
 
-    What decides where a bundle comes from is read once, on import, by huggingface_hub: hence a process of its own. The
-    environment is this one's without its hub settings, plus an empty ``HF_HOME`` and the keyword arguments.
+    It is a separate process because huggingface_hub reads the settings that decide where a bundle comes from once, on
+    import. Its environment is this one's without hub settings, plus an empty ``HF_HOME`` and the keyword arguments.
     """
 
     def run(code: str, *, check: bool = True, **environment: str) -> subprocess.CompletedProcess:

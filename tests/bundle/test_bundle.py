@@ -1,4 +1,4 @@
-"""The built bundle: what is in it, that it is reproducible, and the ways in which get_kernel finds it."""
+"""The built bundle: its content, that builds are reproducible, and the ways in which get_kernel finds it."""
 
 from __future__ import annotations
 
@@ -192,7 +192,8 @@ def test_get_kernel_from_the_hub(run_python, bundle_dir):
 
 
 def test_get_kernel_offline_after_the_repository_was_fetched(run_python, bundle_dir):
-    # Whole, and by its branch: get_kernel itself fetches one variant by commit, which it does not find again offline.
+    # The whole repository, by its branch: get_kernel itself fetches one variant by commit, and does not find it again
+    # offline.
     fetch = f"import huggingface_hub as h; h.snapshot_download('{REPO_ID}', repo_type='kernel', revision='v1')"
     with Hub({REPO_ID: Repository(bundle_dir.parent)}) as hub:
         run_python(fetch, HF_ENDPOINT=hub.url)

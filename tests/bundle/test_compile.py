@@ -1,5 +1,5 @@
-"""Every kernel compiles for every architecture that runs it, in the registers and shared memory there are, and takes
-what the committed table says."""
+"""Every kernel compiles for every architecture that runs it, fits in registers and shared memory, and takes what the
+committed table says."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_kernels_compile(cases, arch):
     assert tuple(header) == compile_kernels.COLUMNS
     committed = [row[2:] for row in table if row[1] == arch]
     assert [name for name, *_ in rows] == [name for name, *_ in committed], REFRESH
-    if {row[0] for row in table} == {triton.__version__}:  # another compiler takes other numbers
+    if {row[0] for row in table} == {triton.__version__}:  # another compiler gives other numbers
         differing = [(row, was) for row, was in zip(rows, committed, strict=True) if row != was]
         assert not differing, REFRESH
 

@@ -1,4 +1,4 @@
-"""What the `kernels` command makes of this repository: it describes the bundle, and runs the hub's benchmark."""
+"""The `kernels` command on this repository: it describes the bundle, and runs the hub's benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ for package in ("sigstore", "tabulate"):
 
 @pytest.fixture
 def repository(bundle_dir: Path, tmp_path: Path) -> Path:
-    """What is uploaded to the hub, or as much of it as the command reads."""
+    """The files that are uploaded to the hub, or as many of them as the command reads."""
     shutil.copytree(bundle_dir, tmp_path / "build")
     (tmp_path / "benchmarks").mkdir()
     for path in (ROOT / "benchmarks").glob("benchmark*.py"):

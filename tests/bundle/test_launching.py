@@ -1,7 +1,7 @@
-"""Repeated launches past Triton: never a binary that was made for other arguments, and Triton's way where in doubt.
+"""Repeated launches without Triton's launch path: never a binary for other arguments, and through Triton if in doubt.
 
-What Triton compiles for is asked of Triton itself. The launches are seen through a stand-in for the compiled kernel;
-what needs a GPU, that their results are right, is in test_csf_cuda.py.
+Triton itself tells what it specializes on. Launches are observed through a stand-in for the compiled kernel. That
+results are right needs a GPU, and is tested in test_csf_cuda.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def arguments_of_every_class() -> list:
 
 
 def test_no_two_classes_of_triton_are_one_here(launching):
-    """Equal keys mean equal specialization, as NVIDIA's backend has it, with and without `do_not_specialize`."""
+    """Equal keys mean equal specialization by NVIDIA's backend, with and without `do_not_specialize`."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
@@ -68,7 +68,7 @@ def test_no_two_classes_of_triton_are_one_here(launching):
 
 
 def test_keys_of_several_arguments_do_not_run_together(launching):
-    """Every pair of arguments of different classes has a key of its own, nested or not."""
+    """Every pair of arguments of different classes has its own key, nested or not."""
     memory = torch.empty(64, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 16 :]
     some = [None, True, 1, 16, 3, 1.0, memory, memory[1:], memory[:4].view(torch.int32), 1 << 40]
@@ -97,7 +97,8 @@ def test_arguments_of_other_types_are_left_to_triton(launching, argument):
 
 
 class Launches:
-    """A stand-in for Triton and its driver: which launches went the ordinary way, and what the binaries were given."""
+    """A stand-in for Triton and its driver. It records which launches went through Triton, and the arguments of
+    binaries."""
 
     def __init__(self, launching: ModuleType, kernel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ordinary, self.direct, self.current = [], [], None
@@ -230,7 +231,7 @@ def test_equal_constants_are_bound_once_and_true_is_not_one(launching, decode_tr
 
 @pytest.mark.parametrize("scratch", [0, 16])
 def test_the_shortest_way_gives_the_driver_what_triton_does(launching, monkeypatch, scratch):
-    """Triton's own launcher, of the version that is installed, is asked what it passes on."""
+    """Compared with what Triton's own launcher, of the installed version, passes on."""
     from triton.backends.nvidia import driver
 
     given: list[tuple] = []
@@ -264,7 +265,7 @@ def first_launch(bundle) -> ModuleType:
 
 
 def test_what_a_first_launch_does_can_be_done_before(first_launch, decode_triton, launching, monkeypatch):
-    """All kernels are imported and their sources read; Triton does its part for a kernel that is empty."""
+    """All kernels are imported and their sources are read; Triton does its part for an empty kernel."""
     ran: list = []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(triton.runtime.JITFunction, "run", lambda kernel, **how: ran.append((kernel, how["warmup"])))

@@ -1,4 +1,4 @@
-"""``finegrained_kernels.load()``: which copy of the bundle it gives, and which failures it does not paper over."""
+"""``finegrained_kernels.load()``: which copy of the bundle it returns, and which failures it does not hide."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ cache.write_bytes(data)
 @pytest.mark.parametrize("module", ["__init__.py", "csf/scales.py", "gemm/cpu.py"])
 @pytest.mark.parametrize("named", [False, True], ids=["packaged", "LOCAL_KERNELS"])
 def test_planted_bytecode_does_not_run(installed, run_python, module, named):
-    """Of the source's size and time, beside sources that are as their digest says."""
+    """The bytecode has the size and time of the source, and the sources match their digest."""
     variant = variant_of_this_torch(installed)
     subprocess.run([sys.executable, "-c", PLANTED, str(variant / module)], check=True)
     environment = {"LOCAL_KERNELS": f"{REPO_ID}={variant.parent}"} if named else {}

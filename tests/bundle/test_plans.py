@@ -1,4 +1,4 @@
-"""Calls made from plans: the results and the errors of calls made without, whatever comes before or beside them."""
+"""Replayed calls have the same results and errors as calls without plans, whatever runs before or beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gpu(bundle, monkeypatch):
 
 
 def compare_with_unplanned(calls: list[Call], plans, patch: pytest.MonkeyPatch, device: str, most: int | None) -> None:
-    """Of eight threads, on streams of their own, each makes half of all calls twice, in its own order."""
+    """Each of eight threads, on its own stream, makes half of all calls twice, in its own order."""
     with patch.context() as without:
         without.setattr(plans, "_is_planned", lambda tensor: False)
         expected = [outcome(call, most) for call in calls]
@@ -49,7 +49,7 @@ def compare_with_unplanned(calls: list[Call], plans, patch: pytest.MonkeyPatch, 
 
 
 def test_randomized_calls_of_eight_threads(bundle, gpu, monkeypatch):
-    """1,000 calls, most kinds of which come several times. A stand-in writes four bytes."""
+    """1,000 calls, most kinds of which occur several times. A stand-in writes four bytes."""
     arguments = Arguments(bundle, seed=20)
     compare_with_unplanned([arguments.call() for _ in range(1000)], gpu.plans, monkeypatch, "cpu", 4)
     assert gpu.num_plans() > 60
@@ -57,7 +57,7 @@ def test_randomized_calls_of_eight_threads(bundle, gpu, monkeypatch):
 
 @pytest.mark.gpu
 def test_randomized_calls_of_eight_threads_on_a_gpu(bundle, monkeypatch):
-    """The same 1,000, to the last bit. With an empty cache of Triton it compiles 150 kernels."""
+    """The same 1,000 calls, compared to the last bit. If Triton's cache is empty, 150 kernels are compiled."""
     arguments = Arguments(bundle, seed=20, device="cuda")
     calls = [arguments.call() for _ in range(1000)]
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def test_randomized_calls_of_eight_threads_on_a_gpu(bundle, monkeypatch):
 
 
 def test_memory_that_is_read_is_refused_at_any_call(bundle, gpu):
-    """Whether the workspace is memory of its own is seen in addresses, which no plan is chosen by."""
+    """Whether the workspace overlaps other memory depends on addresses, by which plans are not chosen."""
     scales = Arguments(bundle, seed=0).compressed[2 * I]
     size = bundle.csf_workspace_size(scales)
     memory = torch.zeros(size + 64, dtype=torch.uint8)
@@ -80,7 +80,7 @@ def test_memory_that_is_read_is_refused_at_any_call(bundle, gpu):
 
 @pytest.mark.parametrize("first", ["none", "some"])
 def test_scales_share_a_plan_whatever_their_exceptions(bundle, gpu, monkeypatch, first):
-    """One that was recorded without any has a null pointer for them, and serves no others."""
+    """A plan that was recorded without exceptions has a null pointer for them, and is not used for other calls."""
     arguments = Arguments(bundle, seed=0)
     planes = arguments.planes[H] * 0 + 45
     several = {"none": [arguments.compress(planes)] * 3, "some": []}
@@ -159,7 +159,7 @@ def test_calls_of_many_tokens_are_replayed_too(bundle, gpu):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_each_choice_of_a_token_reads_its_row(bundle, num_tokens):
-    """By an index in memory of its own: kernels know no strides of it."""
+    """Through a contiguous index, because kernels do not know its strides."""
     layer = importlib.import_module(f"{bundle.__name__}.moe.layer")
     index = layer._token_of_choice(num_tokens, TOP_K, device=torch.device("cpu"))
     assert index.tolist() == [token for token in range(num_tokens) for _ in range(TOP_K)]

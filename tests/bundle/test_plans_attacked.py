@@ -1,4 +1,4 @@
-"""After a call was replayed, the next one differs in one thing: it does what it would have done without plans."""
+"""After a call was replayed, the next one differs in one thing, and does what it would have done without plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Subclass(torch.Tensor):
 
 
 def changed_in_place(tensor: torch.Tensor, change: str) -> torch.Tensor:
-    """A tensor of its own that was like `tensor`, until it was changed after calls with it."""
+    """A copy of `tensor`, to be changed after calls with it."""
     {
         "transposed": lambda: tensor.t_(),
         "shortened": lambda: tensor.resize_(tensor.shape[0] - 16, *tensor.shape[1:]),
@@ -43,7 +43,7 @@ def linear(bundle, a: object, b: object, scales: object):
 
 
 def operands() -> tuple[torch.Tensor, ...]:
-    """A weight of 64 x 128: as many bytes a row as rows."""
+    """A weight of 64 x 128, which has as many rows as bytes in a row."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(4, COLS, generator=generator).bfloat16()
     b = torch.randint(0, 256, (ROWS, COLS // 2), dtype=torch.uint8, generator=generator)
@@ -92,7 +92,7 @@ def test_an_operand_of_another_kind(bundle, gpu, monkeypatch, position, replace)
 
 @pytest.mark.parametrize("begin", ["inside", "outside"])
 def test_inference_mode_comes_and_goes(bundle, gpu, monkeypatch, begin):
-    """Memory made in it may not be changed in place outside of it; the kernels may."""
+    """Tensors that were made in it cannot be changed in place outside of it, except by kernels."""
     scales = Arguments(bundle, seed=0).compressed[H]
     inside, outside = torch.inference_mode(), contextlib.nullcontext()
     with inside if begin == "inside" else outside:
@@ -144,7 +144,7 @@ def test_plans_keep_no_tensor_of_a_call(bundle, gpu):
 
 
 def test_without_torchs_guards_nothing_is_replayed(bundle, gpu, monkeypatch):
-    """Their arguments are no interface that torch promises."""
+    """Torch does not promise that their arguments stay the same."""
 
     def refuse(*tensors: torch.Tensor, **options: object) -> None:
         raise TypeError("other arguments")

@@ -1,6 +1,6 @@
-"""`warm_up`: what it compiles is what launches would, found again in Triton's cache; and what it leaves alone.
+"""`warm_up` compiles what launches would compile, so that they find it in Triton's cache, and leaves the rest alone.
 
-Here it compiles for an H200, which it is told about: no GPU is there, and its workers see none on any machine.
+Here it compiles for an H200 that is only described to it: there is no GPU, and its workers see none on any machine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_a_worker_that_says_nothing(bundle, warming, monkeypatch):
 
 
 def test_rows_too_long_to_be_read_compressed(bundle, warming):
-    """Tiles have no room for their scales: calls decode them first, with kernels that are compiled, too."""
+    """Tiles have no room for their scales, so calls decode them first, with kernels that are compiled too."""
     planes = torch.full((1, 64, 12288 // 16), 0x38, dtype=torch.uint8)
     fixed, exceptions = bundle.compress_nvfp4_csf_scales(planes)
     scales = bundle.prepare_nvfp4_csf_scales(fixed, exceptions, num_rows=64, num_cols=12288 // 16)
@@ -120,7 +120,7 @@ def test_an_interruption_ends_every_process(bundle, warming, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs pipes that keep writes apart, which Linux has")
 def test_lines_of_several_processes_do_not_mix(bundle, warming, monkeypatch):
-    """Each is one write, also if Python is told not to buffer."""
+    """Each line is one write, even if Python does not buffer."""
     writes: list[str] = []
 
     class Popen(subprocess.Popen):
@@ -167,7 +167,7 @@ print(csf.warm_up((weight, scales), **arguments) == count, told[-1] == (count, c
 
 @pytest.mark.slow
 def test_kernels_are_compiled_once_and_found_again_by_a_script_that_runs_once(bundle_dir, tmp_path):
-    """No main guard; every kernel told of; one that the cache lost is compiled again."""
+    """The script has no main guard; every kernel is reported; one that is missing in the cache is compiled again."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {
@@ -180,7 +180,7 @@ def test_kernels_are_compiled_once_and_found_again_by_a_script_that_runs_once(bu
 
 
 def test_every_number_of_tokens_launches_what_was_found(bundle, warming):
-    """Kernels of all numbers of tokens up to 4,096, each called, are those that the few chosen ones launch."""
+    """Calls with all numbers of tokens up to 4,096 launch only kernels that were found with the few chosen numbers."""
     code = f"""
 import json, sys
 sys.path.insert(0, {str(Path(bundle.__file__).parent)!r})

@@ -1,4 +1,5 @@
-"""The wheel as pip installs it, in an environment that has its dependencies and nothing else, with no hub to reach."""
+"""The wheel as pip installs it, in an environment with its dependencies and nothing else, and without access to a
+hub."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def environment(tmp_path_factory) -> Path:
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     venv.create(home / "venv", with_pip=True)
     (packages,) = (home / "venv").glob("lib/python*/site-packages")
-    # A plain path of a .pth file: an editable install of this checkout, itself such a file, stays out.
+    # A plain path in a .pth file; an editable install of this checkout, which is such a file itself, is not inherited.
     inherited = [*site.getsitepackages(), *(path for path in sys.path if path.endswith("site-packages"))]
     (packages / "inherited.pth").write_text("\n".join(dict.fromkeys(inherited)) + "\n")
     (wheel,) = home.glob("*.whl")

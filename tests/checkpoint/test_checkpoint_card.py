@@ -1,4 +1,4 @@
-"""The model card of what was compressed, and what transformers says of it without the package."""
+"""The model card of compressed checkpoints, and what transformers says about them without the package."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def test_transformers_without_the_package_names_it(tmp_path, run_python):
     quote = "You set `ignore_mismatched_sizes` to `False`"
     assert quote in quoted and quote in (ROOT / "docs" / "transformers.md").read_text()
     kept = json.loads((source / "config.json").read_text()) | {"transformers_weights": "mine.safetensors"}
-    checkpoints.write_json(source / "config.json", kept)  # what somebody set for a reason stays
+    checkpoints.write_json(source / "config.json", kept)  # what somebody set deliberately stays
     compress(source, tmp_path / "other")
     assert json.loads((tmp_path / "other" / "config.json").read_text())["transformers_weights"] == "mine.safetensors"

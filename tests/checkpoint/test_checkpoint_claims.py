@@ -1,4 +1,4 @@
-"""One source, one command, one directory: what another one, an interruption or a change meanwhile comes to."""
+"""One source, one command, one directory: what happens with another one, after an interruption, or after a change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def source(made, tmp_path):
 
 
 def commands(tmp_path):
-    """(name, call, first source, other source) of each command that writes."""
+    """(name, call, first source, other source) for each command that writes."""
     first, second = another(tmp_path / "S", 0), another(tmp_path / "S2", 1)
     yield "compress", compress, first, second
     compress(first, tmp_path / "C"), compress(second, tmp_path / "C2")
@@ -145,7 +145,7 @@ def test_two_sources_at_once(tmp_path):
 
 
 def test_a_stale_claim_of_a_source_that_moved(tmp_path, monkeypatch):
-    """What the message says to do works: remove the folder, and finished shards are kept if they are the source's."""
+    """The advice in the message works: after removing the folder, finished shards are kept if they match the source."""
     source = another(tmp_path / "S")
 
     def interrupt(*_, **__):
@@ -194,7 +194,7 @@ def test_killed_at_random_moments(tmp_path, name):
 
 
 def test_quantize_ends_where_its_source_does(tmp_path, monkeypatch):
-    """A source that is cut short while it is read ended in a loop that read nothing for ever."""
+    """If a source was cut short while it was read, a loop used to read nothing forever."""
     source = another(tmp_path / "B", 0, plain, checkpoints.CONFIG)
     original = os.pread
 
@@ -225,7 +225,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path, monkeypatch, command):
 
 
 def test_a_plane_that_changes_between_the_passes(source, monkeypatch):
-    """Its old times put back: only the bytes tell."""
+    """Its old times are restored, so only the bytes tell."""
     from finegrained_kernels.checkpoint.shards import ShardWork
 
     original = ShardWork._encode
@@ -278,7 +278,7 @@ print(peak() - before)
 
 
 def test_memory_does_not_grow_with_the_scales_of_a_shard(tmp_path):
-    """52 MB of them, of which a few planes are in memory at a time."""
+    """There are 52 MB of scales, of which only a few planes are in memory at a time."""
     (tmp_path / "S").mkdir()
     (tmp_path / "S" / "config.json").write_text(json.dumps(checkpoints.MODELOPT_CONFIG))
     experts = [module(f"model.layers.0.mlp.experts.{i}.up_proj", 2560, 160) for i in range(128)]

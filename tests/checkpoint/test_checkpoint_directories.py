@@ -1,4 +1,4 @@
-"""What a directory holds that a command fills or opens: links, pipes, claims, and files in the way of ours."""
+"""Directories that commands fill or open, with links, pipes, claims, and files in the way of ours in them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_config_that_is_a_pipe(made, tmp_path):
 
 
 def test_an_unfinished_directory_is_none_to_open(made, tmp_path):
-    """Before its first record, too."""
+    """Even before its first record."""
     root = tmp_path / "begun"
     (root / ".incomplete").mkdir(parents=True)
     claim = {"command": "compress", "source": "/models/a b", "identity": "0" * 64}
@@ -135,11 +135,11 @@ def test_a_file_called_as_our_folder(made, tmp_path, command):
 
 
 def test_names_lead_nowhere(made, tmp_path):
-    """What they name outside is neither opened nor written, as Python's audit events tell.
+    """Files that they name outside are neither opened nor written, as Python's audit events show.
 
-    In a process of its own, without coverage's tracer. An audit hook stays in a process for good, and while there is
-    one, Python 3.11 may end a new thread that takes over a tracer as another thread does: whoever waits for what that
-    thread was given waits for ever.
+    It runs in a separate process, without coverage's tracer. An audit hook cannot be removed, and while there is one,
+    Python 3.11 may end a new thread that takes over a tracer at the same time as another thread. Whoever waits for that
+    thread's work then waits forever.
     """
     command = [sys.executable, hostile_names.__file__, str(made), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

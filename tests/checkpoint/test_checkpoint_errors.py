@@ -1,4 +1,4 @@
-"""What a user sees of what goes wrong: one line, exit status 1, and no traceback."""
+"""What a user sees if something goes wrong: one line, exit status 1, and no traceback."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def hub(monkeypatch):
 
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(hf_api.constants, "ENDPOINT", url)
-        monkeypatch.setattr("time.sleep", lambda _: None)  # between tries again
+        monkeypatch.setattr("time.sleep", lambda _: None)  # between retries
 
     yield fail
     for server in servers:
@@ -119,7 +119,7 @@ def test_repositories_that_cannot_be(made, name):
 
 
 def test_a_hub_repository_without_a_config_does_not_take_ours(made, run_python, tmp_path):
-    """The directory that somebody works in may have a config.json of something else."""
+    """The working directory may have an unrelated config.json."""
     (tmp_path / "config.json").write_text("not read")
     code = "from finegrained_kernels.checkpoint import inspect; print(inspect('org/bare').shards)"
     with ModelHub("org/bare") as server:
@@ -177,7 +177,7 @@ def test_devices_that_hold_no_bytes(source, tmp_path):
     [("a[/red]b", "a[/red]b"), ("a[bold]b", "a[bold]b"), ("a\nb", "a\\nb"), ("\x1b[31mb", "\\x1b[31mb")],
 )
 def test_names_are_shown_as_they_are(tmp_path, name, shown):
-    """Brackets were taken for markup, which ended in a traceback, and escape sequences reached the terminal."""
+    """Brackets used to be taken for markup, which ended in a traceback, and escape sequences reached the terminal."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")

@@ -89,12 +89,12 @@ def test_a_flipped_bit(small, source, tensor):
     own = (SHARD, tensor)
     for faults in (found(small), found(small, against=source)):
         assert own in faults
-        assert faults <= {own, (SHARD, SCALE), (SHARD, None)}, faults  # None: the container's sum for the shard
+        assert faults <= {own, (SHARD, SCALE), (SHARD, None)}, faults  # None is for the container's digest of the shard
     assert_not_restored(small, SHARD)
 
 
 def test_a_change_that_no_tensor_checksum_sees(small):
-    pattern = int(f"{0x104C11DB7:b}"[::-1], 2)  # CRC-32's own polynomial: added to the bytes, it leaves it as it is
+    pattern = int(f"{0x104C11DB7:b}"[::-1], 2)  # CRC-32's polynomial: adding it to bytes leaves their CRC-32
 
     def forge(data: bytes) -> bytes:
         changed = (int.from_bytes(data, "little") ^ pattern).to_bytes(len(data), "little")
@@ -192,7 +192,7 @@ def test_a_wrong_dtype_or_shape(small, tensor, change):
     ids=["unsorted", "repeated", "far", "just beyond"],
 )
 def test_malformed_exceptions_that_fit_their_digest(small, words):
-    """What no digest covers, as in other programs' files: the decoder's own checks, with the tensor's name."""
+    """Without digests, as in files of other programs, the decoder's own checks report it, with the tensor's name."""
     shutil.rmtree(small / "csf_digests")
     (small / "SHA256SUMS").unlink(missing_ok=True)
     rewrite(small, lambda tensors: tensors.update({EXCEPTIONS: torch.tensor(words).to(torch.uint32)}))

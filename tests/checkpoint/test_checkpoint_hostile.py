@@ -52,7 +52,7 @@ def source(made, tmp_path):
 
 
 def forge(path: Path, change) -> None:
-    """Edit a record, with a digest that fits, as somebody does who means harm."""
+    """Edit a record and make its digest fit, as an attacker would."""
     document = json.loads(path.read_text())
     change(document)
     for key in ("schema", "digest"):
@@ -82,7 +82,8 @@ def test_names_that_files_have(name):
 
 
 def test_random_names_stay_inside(tmp_path):
-    """10,000 names of what confuses path code: each is refused, or joined to a folder lies in it, in one way only."""
+    """10,000 names made of what confuses path code. Each is refused or, joined to a folder, is inside it on every
+    system."""
     rng = random.Random(20)
     pieces = ["a", "b.json", "..", ".", "/", "//", "\\", "C:", "\0", "\n", "é", "%2e%2e", "~", " ", "\u202e", "\ud834"]
     taken = 0
@@ -230,7 +231,7 @@ def check_flips(root: Path, copy: Path, count: int, seed: int) -> None:
 
 
 def mutated(text: bytes, rng: random.Random) -> bytes:
-    """Text with a few of the things changed that parsers and their callers trip over."""
+    """Text with a few changes that parsers and their callers may stumble over."""
     data = bytearray(text)
     for _ in range(rng.randint(1, 3)):
         kind = rng.randrange(6)
@@ -271,7 +272,7 @@ def changed(value, rng: random.Random):
 
 
 def check_mutations(root: Path, sandbox: Path, count: int, seed: int) -> None:
-    """Small files changed at random: nothing outside the destination changes, and refusals are one line."""
+    """Change small files at random. Nothing outside the destination changes, and refusals are one line."""
     rng = random.Random(seed)
     sandbox.mkdir()
     (sandbox / VICTIM).write_text("mine")
@@ -305,7 +306,7 @@ def test_mutated_records_indices_and_configs(made, tmp_path):
 
 
 def test_exceptions_without_a_bound(tmp_path):
-    """A file of 4 KB on the disk said it had 2^32 of them, and took 16 GB."""
+    """A file of 4 KB on disk that claimed 2^32 exceptions used to take 16 GB of memory."""
     (tmp_path / "config.json").write_text("{}")
     sparse(tmp_path / "model.safetensors", module("model.layers.0.mlp.experts.0.up_proj", 16, 2, words=1 << 26))
     tracemalloc.start()
@@ -389,7 +390,7 @@ def test_a_config_that_was_edited_is_a_fault(made, tmp_path):
 
 
 def test_a_flipped_bit_makes_no_record_an_earlier_version(small):
-    """The two versions' names differ by one bit, and the earlier one's digests would not be compared."""
+    """The names of the two versions differ by one bit, and with the earlier one digests would not be compared."""
     for path in sorted((small / "csf_digests").rglob("*.json")):
         content = path.read_bytes()
         if b'"finegrained-kernels-csf-digests/3"' not in content:
@@ -404,7 +405,7 @@ def test_a_flipped_bit_makes_no_record_an_earlier_version(small):
 
 
 def test_results_of_an_earlier_version_are_taken(made, tmp_path):
-    """Its records have no digests of themselves, and nothing says what config.json was written as."""
+    """Its records have no digests of themselves, and no digest of config.json as it was written."""
     copy = Path(shutil.copytree(made / "hf", tmp_path / "copy"))
     (copy / "csf_digests" / "written.json").unlink()
     for path in (copy / "csf_digests").rglob("*.json"):

@@ -1,4 +1,4 @@
-"""Checkpoints on the hub: pushed to, and inspected on, a loopback server that huggingface_hub talks to."""
+"""Checkpoints on the hub: uploaded to and inspected on a loopback server, through huggingface_hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""inspect, and the command line: what they count, what they print, and how fast on a large set of headers."""
+"""inspect and the command line: what they count, what they print, and how fast they are with many headers."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_the_headers_of_a_large_model_are_inspected_in_two_seconds(tmp_path):
             json.loads(path.read_bytes()[8:])
         json.loads((tmp_path / "model.safetensors.index.json").read_bytes())
 
-    # Other work on this machine is not its fault. One that takes more than 0.4 s to parse the JSON alone (0.3 to 0.36
-    # when nothing else runs) is too slow, or too busy, to be held to the seconds of others.
+    # Other work on this machine is not its fault. A machine that takes more than 0.4 s only to parse the JSON (0.3 to
+    # 0.36 s when nothing else runs) is too slow or too busy for the limit.
     parsing, inspecting = float("inf"), float("inf")
     for _ in range(5):
         with untraced():
@@ -137,7 +137,7 @@ def test_the_headers_of_a_large_model_are_inspected_in_two_seconds(tmp_path):
 
 
 def cpu_seconds(function):
-    """CPU time of a call, and what it returned."""
+    """CPU time of a call, and its result."""
     begin = time.process_time()
     result = function()
     return time.process_time() - begin, result
@@ -167,7 +167,7 @@ def test_the_commands_work_together(source, tmp_path):
 
 
 def test_every_line_of_the_commands(tmp_path):
-    """Word for word, but for sizes."""
+    """Word for word, except for sizes."""
     tensors = checkpoints.random_moe(layers=1, experts=2)
     tensors |= checkpoints.nvfp4_module("model.layers.0.mlp.wild", 64, 64, torch.Generator().manual_seed(0), wild=True)
     tensors |= checkpoints.nvfp4_module("model.layers.0.mlp.thin", 8, 64, torch.Generator().manual_seed(0))
@@ -245,7 +245,7 @@ def test_many_faults_are_counted_in_one_order(source, tmp_path):
 
 
 def test_a_model_without_nvfp4(tmp_path):
-    """No empty table, and no tensor-parallel sizes of nothing."""
+    """There is no empty table, and there are no tensor-parallel sizes of nothing."""
     plain = checkpoints.write_checkpoint(tmp_path / "plain", checkpoints.minilm_moe(layers=1), checkpoints.CONFIG)
     said = run("inspect", plain)
     assert "NVFP4 scales: none; to make some: finegrained-kernels quantize" in said
@@ -283,7 +283,7 @@ def test_a_bar_appears_with_the_first_byte_and_ends_full(tmp_path, source):
 
 
 def test_a_pipe_has_errors_and_nothing_else(tmp_path, source):
-    """No bar, nor the empty line that was left of it."""
+    """There is no progress bar, nor the empty line that used to be left of it."""
     assert CliRunner().invoke(app, ["compress", str(source), str(tmp_path / "small")]).stderr == ""
     for command in ("compress", "quantize"):
         refused = CliRunner().invoke(app, [command, str(source), str(source / "inside")])
@@ -300,7 +300,7 @@ def test_what_is_left_as_it_is_is_said(tmp_path):
 
 
 def test_what_nothing_reads_is_said(tmp_path):
-    """A weight that is packed in int32 cost its scale the compression, and nobody heard of it."""
+    """The scale of a weight that was packed in int32 used to stay dense without any message."""
     tensors = checkpoints.random_moe(layers=1, experts=8)
     for expert in range(8):
         for projection in checkpoints.PROJECTIONS:

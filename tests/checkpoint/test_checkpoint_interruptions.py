@@ -1,4 +1,5 @@
-"""Killed, out of space, changed underneath, shared with other processes: valid files or none, and the same result."""
+"""Commands that are killed, run out of space, share work, or whose source changes: valid files or none, and one
+result."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def source(bundle, tmp_path_factory):
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess:
-    """Run a snippet in a process of its own, with the bundle under test."""
+    """Run a snippet in a separate process, with the bundle under test."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -108,7 +109,7 @@ def assert_nothing_partial(root: Path) -> None:
 
 
 def test_a_file_that_cannot_grow(source, tmp_path):
-    """What a full disk does, at a known byte: every write past it fails."""
+    """Like a full disk, but at a known byte: every write past it fails."""
     small, out = tmp_path / "small", tmp_path / "out"
     shard = "model-00002-of-00003.safetensors"
     size = (source / shard).stat().st_size
@@ -131,7 +132,7 @@ def test_a_file_that_cannot_grow(source, tmp_path):
 
 @pytest.fixture
 def tiny_disk(tmp_path):
-    """A file system of 3 MB, where the machine lets one be mounted."""
+    """A file system of 3 MB, if the machine allows to mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
@@ -146,7 +147,7 @@ def test_a_full_disk(source, tmp_path, tiny_disk, monkeypatch):
     with pytest.raises(CheckpointError, match=r"bytes free, at least .* are needed"):
         compress(source, tiny_disk / "small")
     assert not list(tiny_disk.rglob("*.safetensors"))
-    # Another program takes the space after the check.
+    # Another program uses up the space after the check.
     monkeypatch.setattr("finegrained_kernels.checkpoint.compression.check_space", lambda *_: None)
     with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
         compress(source, tiny_disk / "small", jobs=2)

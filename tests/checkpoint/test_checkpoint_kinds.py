@@ -1,4 +1,4 @@
-"""Every published kind of checkpoint: compressed whole, with each layer's algorithm kept, verified and restored."""
+"""Every published kind of checkpoint is compressed, keeps each layer's algorithm, and is verified and restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def case(request, bundle, tmp_path_factory):
 
 
 def scale_names(tensors) -> set[str]:
-    """Scales that are E4M3 and whose weights are packed: those of NVFP4."""
+    """Names of NVFP4 scales, which are E4M3 and have packed weights."""
     return {name for name, t in tensors.items() if name.endswith("weight_scale") and t.dtype == torch.float8_e4m3fn}
 
 
@@ -89,7 +89,8 @@ def test_inspect_tells_each_kind_of_layer_and_finds_no_fault(case):
 
 @pytest.mark.parametrize("name", ["a: llm-compressor W4A16", "e: multimodal"])
 def test_a_config_that_is_missing_is_told_by_the_tensors(tmp_path, name):
-    """Global scales that divide are compressed-tensors': a ModelOpt config over them would be read as multipliers."""
+    """Global scales that are divisors come from compressed-tensors; with a ModelOpt config they would be read as
+    multipliers."""
     kind = published.KINDS[name]()
     source = write(tmp_path / "source", kind._replace(config=checkpoints.CONFIG))
     compress(source, tmp_path / "small")
@@ -161,7 +162,7 @@ def test_layers_load_from_every_layout(bundle, tmp_path, kind, form):
 
 
 def expected_stack(tensors, kind, projection):
-    """Scale bytes `[E, N, C]` and globals, `[E, 2]` of gate and up, straight from the tensors."""
+    """Scale bytes `[E, N, C]` and globals, `[E, 2]` for gate and up, directly from the tensors."""
     if kind.startswith(("fused", "stacked")):
         separator = "_" if "other" in kind else "."
         scales = tensors[f"{FUSED}.{projection}{separator}weight_scale"].view(torch.uint8)

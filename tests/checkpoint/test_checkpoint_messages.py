@@ -1,6 +1,6 @@
-"""The words of every message about a checkpoint, and what brings it up: a table of damage and message.
+"""The words of every message about a checkpoint: tables of messages with the damage that causes them.
 
-That a fault is found, and where it is said to be, other tests check.
+Other tests check that faults are found, and where they are reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""quantize: what the bundle's quantizer gives for every linear layer, in files that compress takes."""
+"""quantize: the result of the bundle's quantizer for every linear layer, in files that compress accepts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_quantize_writes_an_input_scale_if_asked_to(bundle, tmp_path):
 
 @pytest.mark.parametrize("input_scale", [None, 0.3])
 def test_quantize_as_llm_compressor_does(bundle, tmp_path, input_scale):
-    """Codes are those under what a reader multiplies by, the float32 reciprocal of the divisor that is stored."""
+    """Codes are computed with what a reader multiplies by: the float32 reciprocal of the stored divisor."""
     tensors = checkpoints.random_qwen(torch.bfloat16)
     source = checkpoints.write_checkpoint(
         tmp_path / "source", tensors, checkpoints.CONFIG, shard_of=checkpoints.by_layer

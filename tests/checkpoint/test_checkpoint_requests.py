@@ -1,4 +1,4 @@
-"""The words of every message about a config, a name, or what is asked for: a table of what is wrong and message."""
+"""The words of every message about a config, a name or a request: tables of messages with what causes them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_hf_quant_config_is_named():
 
 
 def test_a_format_without_a_name_is_described(made, tmp_path):
-    """With the tensors NVFP4, and the config saying otherwise."""
+    """The tensors are NVFP4, and the config says otherwise."""
     source = Path(shutil.copytree(made / "source", tmp_path / "source"))
     groups = {"g": {"weights": {"num_bits": 3, "type": "int"}, "format": "pack-quantized"}}
     section = {"quant_method": "compressed-tensors", "config_groups": groups}
@@ -362,7 +362,7 @@ def test_of_two_processes_that_quantize(tmp_path, monkeypatch):
 
 
 def test_of_an_encoder_that_is_wrong(bundle, made, tmp_path, monkeypatch):
-    """What it wrote is decoded before anything is kept of it."""
+    """What it wrote is decoded before it is kept."""
 
     def decompress(*arguments, **options):
         decoded = bundle.decompress_nvfp4_csf_scales(*arguments, **options).view(torch.uint8)

@@ -207,7 +207,7 @@ def test_planes_that_would_grow_or_cannot_be_compressed_stay_dense(bundle, tmp_p
 
 
 def test_every_scale_byte_survives(bundle, tmp_path):
-    """NaN, zeros, subnormals and negatives included: all 256 values, most of them exceptions."""
+    """All 256 values, including NaN, zeros, subnormals and negative ones; most of them are exceptions."""
     plane = torch.full((16, 256), 0x70, dtype=torch.uint8)
     plane[:, :16] = torch.arange(256, dtype=torch.uint8).view(16, 16)
     name = "model.layers.0.mlp.experts.0.up_proj"
@@ -219,7 +219,7 @@ def test_every_scale_byte_survives(bundle, tmp_path):
 
 
 def test_exceptions_are_aligned_wherever_scales_begin(tmp_path):
-    """A shard that another writer laid out: data in another order than the text, scales at odd bytes."""
+    """A shard of another writer: data in another order than the header, and scales at odd bytes."""
     generator = torch.Generator().manual_seed(5)
     tensors = {"mask": torch.tensor([True, False, True])}
     for expert in range(2):

@@ -31,7 +31,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def roots(bundle, model, tmp_path_factory):
-    """The same model in every form that scales are read from."""
+    """The same model in every form from which scales can be read."""
     root = tmp_path_factory.mktemp("slices")
     by_layer = checkpoints.by_layer
     roots = {
@@ -96,7 +96,8 @@ def test_expert_parallel_subsets(bundle, model, roots, form, experts):
 
 
 def test_slices_are_what_compressing_the_slice_gives(bundle, model, roots):
-    """The bytes, not only their meaning, wherever a cut keeps whole rows: a row's base depends on that row alone."""
+    """Even the bytes are equal, not only their meaning, if a cut keeps whole rows: a row's base depends on that row
+    alone."""
     scales = load_layer_scales(roots["hf"], 0, "up_proj", tp_rank=1, tp_size=2)
     fixed, exceptions = scales.to_wire()
     expected = bundle.compress_nvfp4_csf_scales(dense(model, 0, "up_proj", range(EXPERTS))[:, INTER // 2 :])
@@ -157,7 +158,7 @@ def test_a_layer_is_named_by_number_or_module(bundle, model, tmp_path):
 
 
 def test_a_stack_beyond_the_format_is_refused(tmp_path):
-    """Each half fits 2^24 bytes, both do not: positions would run into the values."""
+    """Each half fits in 2^24 bytes, but both together do not: positions would overlap the values."""
     module = "model.layers.0.mlp.experts.0"
     tensors = {}
     for projection in ("gate_proj", "up_proj"):
@@ -185,7 +186,7 @@ def test_unmarked_layers_are_not_taken_for_compressed(roots, tmp_path):
 
 @pytest.mark.parametrize(("component", "value"), [("fixed", 241), ("exceptions", 0xFF)])
 def test_malformed_scales_are_named(roots, tmp_path, component, value):
-    """Also where the fault is in a part that the slice leaves out."""
+    """Even if the fault is in a part that the slice leaves out."""
     compress(roots["dense"], tmp_path / "small")
     shard = "model-00002-of-00003.safetensors"
     header = read_header(tmp_path / "small" / shard, shard)
@@ -227,7 +228,7 @@ def test_the_container_enforces_its_rules(roots, tmp_path):
         opens(contract | {"source_names": other}, "build-contract.json", "source_names must map texts to texts")
     opens(manifest | {"shards": manifest["shards"][1:]}, "manifest.json", "different shards")
     opens(manifest | {"shards": [{"file": f"../{shard}"}]}, "manifest.json", "not a bare file name")
-    # Both agree, on something else than this format.
+    # Both agree, but on something other than this format.
     for key in ("schema", "codec"):
         faults = container_faults(manifest | {key: "other"}, contract | {key: "other"})
         assert [str(fault).startswith(f"manifest.json: {key} is 'other', expected") for fault in faults] == [True]

@@ -1,4 +1,4 @@
-"""What configs say of each layer: every kind that is published, and what is refused by file and key."""
+"""What configs say about each layer: every published kind, and what is refused, by file and key."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_modelopt_of_one_algorithm():
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "ignore": ["lm_head", "model.layers.0*", f"{L}.mlp.gate", f"{L}.self_attn", "*.router"],
-        # as ModelOpt writes beside the algorithm, which is what counts
+        # ModelOpt also writes this, but the algorithm counts
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
     }
     names = ["lm_head", "model.layers.0.mlp.up_proj", f"{L}.mlp.gate", f"{L}.self_attn.q_proj", f"{L}.router.proj"]
@@ -87,7 +87,7 @@ def test_modelopt_of_several_algorithms():
     assert config.kv_cache == "FP8"
     assert config.layer_format(f"{L}.mlp.experts.0.up_proj").pre_quant_scale
     assert config.layer_format(f"{L}.linear_attn.in_proj").block_size == (128, 128)
-    # a module's own entry says more than an exclusion, and an exclusion more than the entry of what the module is in
+    # a module's own entry precedes an exclusion, and an exclusion precedes the entry of a module that contains it
     section = MIXED | {"ignore": ["lm_head", f"{L}.mlp.experts.2.*"]}
     assert algorithms(section, "lm_head", f"{L}.mlp.experts.2.up_proj") == [("NVFP4", "static"), None]
 
@@ -136,7 +136,7 @@ def test_compressed_tensors():
     assert algorithms(compressed_tensors(LOCAL), quantized[0]) == [("NVFP4", "static")]
     assert algorithms(compressed_tensors(LOCAL | {"dynamic": True}), quantized[0]) == [("NVFP4", "dynamic")]
     assert read_quantization({"quantization_config": section}).layer_format("x.proj", "Embedding") is None
-    # the table is compress's: which layers are compressed, and not what they are
+    # compress wrote the table: it says which layers are compressed, not what they are
     table = {f"{L}.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16, "weight_scale_encoding": "csf"}}
     assert algorithms(section | {"quantized_layers": table}, quantized[0]) == [("NVFP4A16", None)]
 

@@ -1,7 +1,7 @@
-"""Exceptions are stored after the words they overwrite: the barrier between them, in the code as it is compiled.
+"""Exceptions are stored after the words that they overwrite: the compiled code has a barrier between them.
 
-Stores of one program to one byte are only ordered by it, as different threads make them. Without it a GPU gives the
-right bytes nearly always, and an interpreter always.
+Only a barrier orders a program's stores to one byte, because they are made by different threads. Without it a GPU gives
+the right bytes nearly always, and an interpreter always.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import compile_kernels
 
 
 def stores_and_barriers(ptx: str) -> str:
-    """The program's global stores and barriers, in their order, as S and B."""
+    """The program's global stores and barriers, in order, as S and B."""
     return "".join({"st": "S", "ba": "B"}[found[:2]] for found in re.findall(r"st\.global|bar\.sync", ptx))
 
 
 @pytest.mark.parametrize("layout", ["rows", "swizzled"])
 def test_a_barrier_stands_between_words_and_exceptions(bundle, layout):
-    """Two stores of exceptions, of the first block and in a loop, are all that follows a tile's last barrier."""
+    """A tile's last barrier is only followed by two stores of exceptions, of the first block and in a loop."""
     cases = [case for case in compile_kernels.codec_cases(bundle) if re.match(f"decode .* {layout}", case.name)]
     assert len(cases) >= 6
     for case in cases:

@@ -1,4 +1,4 @@
-"""The codec's exactness: golden bytes, small domains enumerated, geometries, and what is refused."""
+"""The codec is exact: golden bytes, enumerated small domains, geometries, and what is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAULTS = {
     "odd columns": ("num_cols", r" must be .* even .*, got 7"),
     "base 255 in the second slab": ("fixed", r": base 255 at row \d+ is above 240"),
 }
-"""The tensor or number at fault, and what is said of it."""
+"""The tensor or number at fault, and the message about it."""
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -123,7 +123,7 @@ def test_every_base_with_every_code(bundle, device):
 
 @every_device
 def test_every_base_with_every_pair_of_codes(bundle, device):
-    """As another writer may store them: no base here is the lowest that would do."""
+    """As another writer may store them: no base here is the lowest possible one."""
     low, high = (half.ravel().astype(np.uint8) for half in np.mgrid[:16, :16])
     codes = np.broadcast_to(np.stack([low, high], 1), (NUM_BASES, 256, 2))
     bases = np.repeat(np.arange(NUM_BASES, dtype=np.uint8)[:, None], 256, 1)
@@ -149,7 +149,7 @@ def test_every_byte_as_an_exception(bundle, device):
 @every_device
 @pytest.mark.parametrize("num_exceptional", [0, 1, 2, 7, 8])
 def test_exceptional_columns_of_one_row(bundle, device, num_exceptional):
-    """Up to the whole row, which only another writer does; codes under exceptions are nonzero here."""
+    """Up to a whole row, as only another writer would store it; codes under exceptions are not zero here."""
     bases, codes = np.full((1, 32), 90, np.uint8), np.full((1, 32, 8), 13, np.uint8)
     plane = codes[0] + bases[0][:, None]
     plane[17, :num_exceptional] = 0x80 + np.arange(num_exceptional)
@@ -161,7 +161,7 @@ def test_exceptional_columns_of_one_row(bundle, device, num_exceptional):
 @every_device
 @pytest.mark.parametrize("fill", [0x00, 0x01, 0x0F, 0x10, 0x38, 0x7F, 0x80, 0xEF, 0xF0, 0xF1, 0xFF])
 def test_a_plane_of_one_value(bundle, device, fill):
-    """NaN, both zeros, subnormals, both ends of the byte range: the base is the lowest that covers the value."""
+    """For NaN, both zeros, subnormals and both ends of the byte range, the base is the lowest that covers the value."""
     base = max(0, fill - 15)
     bases, codes = np.full((2, 16), base, np.uint8), np.full((2, 16, 6), fill - base, np.uint8)
     fixed = torch.from_numpy(wire_fixed(bases, codes))
@@ -207,7 +207,8 @@ def test_first_and_last_position_of_the_largest_plane(bundle, device):
 
 @every_device
 def test_a_stack_is_its_planes(bundle, device):
-    """Planes of a stack do not depend on their neighbours, nor a row on the rows that share its chunk of work."""
+    """Planes of a stack do not depend on their neighbours, and rows do not depend on others in the same chunk of
+    work."""
     planes = torch.from_numpy(np.random.default_rng(8).integers(0, 256, (50, 160, 40)).astype(np.uint8)).to(device)
     planes[::3] = planes[::3] // 20 + 60
     fixed, exceptions = bundle.compress_nvfp4_csf_scales(planes)

@@ -33,7 +33,7 @@ def expert_start(active: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.kernels_ci
 def test_encoding_gives_the_bytes_of_the_cpu(bundle, planes):
-    """Real-looking planes, and ones whose every row needs the search to go all the way."""
+    """Realistic planes, and planes in which every row needs the whole search."""
     noise = torch.randint(0, 256, GEOMETRY, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     two_values = torch.where(noise < 100, 3, 250).to(torch.uint8)
     constant = noise[:, :, :1].expand(GEOMETRY)
@@ -52,8 +52,8 @@ def test_encoding_reads_planes_at_any_offset(bundle, planes):
 
 
 def test_ends_are_ordinary_memory_of_their_own(bundle):
-    """The kernel writes them to page-locked memory, which the next call gets again; so also on a stream that is behind,
-    and where tensors are made on the GPU by default."""
+    """The kernel writes them to page-locked memory, which the next call reuses. This also holds on a stream that lags
+    behind, and if the default device is the GPU."""
     stacks = [torch.full((1025, 16, 2), 100, dtype=torch.uint8) for _ in range(3)]
     for i, planes in enumerate(stacks):
         planes[i::7, i, 1] = 1
@@ -97,7 +97,7 @@ def test_replays_allocate_nothing_and_follow_the_routing(bundle, planes):
 
 
 def test_repeated_launches_take_the_binary_of_their_own_alignment(bundle, planes):
-    """Aligned, unaligned and aligned again, over and over; also where codes or exceptions lie at an odd place."""
+    """Aligned, unaligned and aligned again, over and over; also if codes or exceptions are at an odd address."""
     scales = prepare(bundle, planes.cuda())
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_repeated_launches_take_the_binary_of_their_own_alignment(bundle, planes
 
 
 def test_repeated_launches_skip_triton_but_not_its_hooks(bundle, planes):
-    """The direct way is taken at all, a profiler's hook still sees every launch, and the first may be in a capture."""
+    """Launches are direct, a profiler's hook still sees each of them, and the first may be in a capture."""
     launching = importlib.import_module(f"{bundle.__name__}.launching")
     decode = importlib.import_module(f"{bundle.__name__}.csf.decode_triton")
     triton = pytest.importorskip("triton")
@@ -183,7 +183,8 @@ def test_tensors_on_a_device_that_is_not_current(bundle, planes):
 
 
 def test_more_planes_than_one_block_of_experts(bundle):
-    """Past 2^31 bytes and past one block of `expert_start`: 22,000 planes of 640 x 160, a few of them active."""
+    """More than 2^31 bytes and more than one block of `expert_start`: 22,000 planes of 640 x 160, a few of them
+    active."""
     few = make_stack([40, 3], 640, 160, seed=6).planes.cuda()
     scales = prepare(bundle, few.repeat(11_000, 1, 1))
     workspace = torch.zeros(bundle.csf_workspace_size(scales), dtype=torch.uint8, device="cuda")

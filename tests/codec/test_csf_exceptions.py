@@ -1,4 +1,4 @@
-"""The exceptions of a stack: a sequence that makes its tensors on demand, and what `prepare` takes of it."""
+"""The exceptions of a stack: a sequence that makes its tensors on demand, and how `prepare` uses it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_its_tensors_are_views_of_one_storage(exceptions):
 
 
 def test_copies_and_files_hold_a_list(stack, exceptions):
-    """The class itself could be read back only by who has loaded the same build."""
+    """The class itself could only be read by a program that has loaded the same build."""
     file = io.BytesIO()
     torch.save({"exceptions": exceptions}, file)
     file.seek(0)
@@ -170,7 +170,7 @@ def test_a_stream_at_any_address(bundle, device):
 
 @pytest.mark.gpu
 def test_compress_and_prepare_wait_at_most_once_each(bundle):
-    """For the count of exceptions, and for the verdict."""
+    """For the number of exceptions, and for the result of the check."""
     planes = make_stack([9, 0, 30], 64, 40, seed=2).planes.cuda()
     wire = bundle.compress_nvfp4_csf_scales(planes)
     geometry = {"num_rows": 64, "num_cols": 40}
@@ -193,7 +193,8 @@ def test_compress_and_prepare_wait_at_most_once_each(bundle):
 
 @pytest.mark.gpu
 def test_exceptions_written_after_compress_returns(bundle):
-    """The kernel that collects them may still run: views made meanwhile see its words, as the stream orders them."""
+    """The kernel that collects them may still be running. Views that are made meanwhile see its words, in the stream's
+    order."""
     planes = make_stack([100] * 64, 640, 160, seed=4).planes
     expected = bundle.compress_nvfp4_csf_scales(planes)[1]
     given = planes.cuda()

@@ -1,4 +1,4 @@
-"""Random planes come back whole; damaged wire streams decode to what the reference says or are refused."""
+"""Random planes are restored exactly; damaged wire streams decode to what the reference says, or are refused."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NUM_PLANES = 10_000
 NUM_STREAMS = 10_000
 PLANES_PER_STACK = 200
 GEOMETRIES = [(32, 6), (16, 14), (48, 2), (32, 4), (16, 10), (64, 34), (16, 142)]
-"""Small ones, some of one stream length, and two of more than one tile."""
+"""Small geometries, some with equal stream lengths, and two with more than one tile."""
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def random_planes(rng: np.random.Generator, num_planes: int, geometries: list[tuple[int, int]]) -> np.ndarray:
-    """Arbitrary bytes; or clusters, wide or narrow, anywhere, with a random share of arbitrary bytes among them."""
+    """Arbitrary bytes, or wide or narrow clusters anywhere, with a random share of arbitrary bytes among them."""
     shape = (num_planes, *geometries[rng.integers(len(geometries))])
     planes = rng.integers(0, 256, shape)
     if rng.random() < 0.7:
@@ -41,10 +41,10 @@ def test_random_planes_round_trip(bundle, device):
     for seed in range(NUM_PLANES // PLANES_PER_STACK):
         planes = random_planes(np.random.default_rng(seed), PLANES_PER_STACK, geometries)
         num_planes, num_rows, num_cols = planes.shape
-        print(f"seed {seed}: {planes.shape}")  # shown when something fails
+        print(f"seed {seed}: {planes.shape}")  # shown if something fails
         fixed, exceptions = bundle.compress_nvfp4_csf_scales(torch.from_numpy(planes).to(device))
 
-        # One tall plane has the same slabs, hence the same fixed bytes; its positions run on through the stack.
+        # One tall plane has the same slabs, and thus the same fixed bytes; its positions continue through the stack.
         oracle_fixed, oracle_words = oracle_encode(planes.reshape(-1, num_cols))
         assert_same(fixed.view(-1), oracle_fixed, "fixed")
         plane_of, position = np.divmod(oracle_words & 0xFFFFFF, num_rows * num_cols)
@@ -137,7 +137,7 @@ DAMAGE = [name for name, value in vars(Stream).items() if not name.startswith("_
 
 
 def outcome_of(bundle, stream: Stream, device: str) -> np.ndarray | None:
-    """What the codec makes of the stream: the plane, written between intact guard bands, or None if refused."""
+    """The result of the codec: the plane, written between intact guard bands, or None if the stream is refused."""
     num_rows, num_cols = stream.read_as
     try:
         scales = bundle.prepare_nvfp4_csf_scales(*stream.wire(device), num_rows=num_rows, num_cols=num_cols)

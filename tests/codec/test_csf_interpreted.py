@@ -1,7 +1,7 @@
 """The Triton kernels of the codec, run by Triton's interpreter on CPU tensors, against the oracle.
 
-Triton decides on import whether it interprets, so the cases run in one process of their own, this file as a script,
-and each test reads its case's outcome.
+Triton decides on import whether it interprets, so the cases run in a separate process, with this file as its script,
+and each test reads the outcome of its case.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ else:
         out_ptr, stream, plane, decode_tile: tl.constexpr,
         PLANE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
     ):  # fmt: skip
-        """One tile, which is all of a small plane, of a plane that a grid would reach only after 2^31 bytes."""
+        """Decode one tile, which is a whole small plane, of a plane that a grid would only reach after 2^31 bytes."""
         decode_tile(out_ptr, stream, plane, tl.program_id(0), 0, PLANE, BLOCK, BLOCK_X, True)
 
 
 def decode_case(bundle: ModuleType, geometry: tuple[int, int, int], starts: list[int] | None, swizzled: bool) -> None:
-    """Decode at an aligned and at two unaligned addresses; the planes that are not active, and the guards, stay."""
+    """Decode at an aligned and at two unaligned addresses. Inactive planes and guard bands do not change."""
     launch = importlib.import_module(f"{bundle.__name__}.csf.decode_triton").launch_decode
     num_planes, num_rows, num_cols = geometry
     stack = make_stack([num_rows * ((num_cols - 2) // 3) // 3, 0, 5][:num_planes], num_rows, num_cols, seed=num_cols)
@@ -88,7 +88,7 @@ def many_case(bundle: ModuleType, many: int, offset: int) -> None:
 
 
 def misaligned_codes_case(bundle: ModuleType) -> None:
-    """Codes are loaded by words: those that somebody put elsewhere are refused, and nothing is written."""
+    """Codes are loaded as words, so misaligned ones are refused, and nothing is written."""
     launch = importlib.import_module(f"{bundle.__name__}.csf.decode_triton").launch_decode
     stack = make_stack([3], 16, 32, seed=1)
     scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry)
@@ -100,7 +100,8 @@ def misaligned_codes_case(bundle: ModuleType) -> None:
 
 
 def encode_case(bundle: ModuleType, shape: tuple[int, int, int], low: int = 100, high: int = 112) -> None:
-    """Bytes of a range, modulo 256, with exceptions. Where they are scattered all 241 bases have to be tried: slow."""
+    """Bytes from a range, modulo 256, with exceptions. If they are scattered, all 241 bases have to be tried, which is
+    slow."""
     encode_triton = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     exception_list = importlib.import_module(f"{bundle.__name__}.csf.exception_list").ExceptionList
     rng = np.random.default_rng(sum(shape))
@@ -116,7 +117,7 @@ def encode_case(bundle: ModuleType, shape: tuple[int, int, int], low: int = 100,
 
 
 def ends_case(bundle: ModuleType, num_planes: int) -> None:
-    """Sums of more than 32 bits, in place and in memory of the host, and nothing behind them."""
+    """Sums of more than 32 bits, in place and in host memory; nothing is written behind them."""
     launch = importlib.import_module(f"{bundle.__name__}.csf.encode_triton").launch_ends
     counts = np.random.default_rng(num_planes).integers(0, 1 << 24, num_planes)
     counts[::5] = 0
@@ -131,7 +132,7 @@ def ends_case(bundle: ModuleType, num_planes: int) -> None:
 
 
 def own_ends_case(bundle: ModuleType) -> None:
-    """The ends returned are nobody else's memory: the tensor that the kernel wrote to goes back to a pool."""
+    """The returned ends are in memory of their own: the tensor to which the kernel wrote goes back to a pool."""
     encode_triton = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     launch, written = encode_triton.launch_ends, []
 
@@ -150,7 +151,7 @@ def own_ends_case(bundle: ModuleType) -> None:
 
 
 def far_plane_case(bundle: ModuleType, swizzled: bool) -> None:
-    """The last plane of a stack past 2^31 bytes, of which no more memory is touched than that plane's."""
+    """The last plane of a stack of more than 2^31 bytes, of which only that plane's memory is touched."""
     tiles = importlib.import_module(f"{bundle.__name__}.csf.decode_tiles")
     num_rows, num_cols = 32, 10
     stack = make_stack([30], num_rows, num_cols, seed=5)
@@ -159,7 +160,8 @@ def far_plane_case(bundle: ModuleType, swizzled: bool) -> None:
     plane = (1 << 31) // expected.size + 7
 
     def far(tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """`size` items a plane, not one of them in memory before it is written; the last plane's are `tensor`'s."""
+        """`size` items per plane, none of which is in memory before it is written; the last plane has those of
+        `tensor`."""
         memory = torch.empty((plane + 1) * size, dtype=tensor.dtype)
         memory[-size:] = tensor.view(-1)
         return memory
@@ -203,7 +205,7 @@ CASES = {
 
 
 def run_cases(variant: Path) -> dict[str, str]:
-    """What went wrong in each case; nothing where all went well."""
+    """What went wrong in each case; empty if nothing did."""
     from kernels import get_local_kernel
 
     interpreter.mend()

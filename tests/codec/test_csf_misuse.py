@@ -1,4 +1,4 @@
-"""Calls that look right and are not, and surroundings that must not matter."""
+"""Calls that look right but are wrong, and settings that must not matter."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_scales_compare_by_identity_and_have_no_other_dtype(bundle):
 
 @every_device
 def test_scales_are_shown_in_a_line(bundle, device):
-    """Not their bytes, which are hundreds of lines."""
+    """Without their bytes, which would be hundreds of lines."""
     _, scales = prepared(bundle, device)
     place = scales.device
     assert repr(scales) == f"NVFP4CSFScales(3x32x10, {scales.nbytes} bytes, 26 exceptions, {place})"

@@ -1,4 +1,4 @@
-"""The codec on a CPU stays on the thread that calls it, and leaves torch's threads as they were."""
+"""On a CPU, the codec stays on the calling thread, and leaves torch's threads as they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of the wire that are taken and that are refused, and the resident form on its travels."""
+"""Wire forms that are accepted and that are refused, and the resident form when it is moved and stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def in_one_storage(words: list[torch.Tensor], order: Iterable[int], gap: int = 0) -> list[torch.Tensor]:
-    """The planes' words as views of one storage, which starts with one that is nobody's, in this order."""
+    """The planes' words as views of one storage, in this order, after a word that belongs to none of them."""
     memory = words[0].new_empty(1 + sum(len(plane) + gap for plane in words), dtype=torch.int32)
     views, begin = {}, 1
     for plane in order:

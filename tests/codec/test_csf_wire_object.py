@@ -1,4 +1,4 @@
-"""`NVFP4CSFWire`: what it cuts and stacks decodes to the planes' own rows and columns, by an oracle; and what it
+"""`NVFP4CSFWire`: by an oracle, what it cuts and stacks decodes to the rows and columns of the planes; and what it
 refuses."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def wire_of(bundle, stack: Stack):
 
 
 def check(bundle, wire, planes: torch.Tensor) -> None:
-    """Every plane's own stream and words, decoded by the oracle; and all of them by the bundle."""
+    """Every plane's stream and words are decoded by the oracle, and all planes by the bundle."""
     assert wire.device == planes.device and wire.ends.device.type == "cpu"
     assert len(wire.exceptions) == len(planes)
     for fixed, words, plane in zip(wire.fixed, wire.exceptions, planes, strict=True):
@@ -99,7 +99,7 @@ def test_cuts_that_are_refused(bundle, stack, rows, cols, message):
 
 
 def test_faults_say_which_plane(bundle, stack):
-    """Also exceptions that a cut would hide."""
+    """Even for exceptions that a cut would hide."""
     wire = wire_of(bundle, stack)
     slab = stack.fixed.shape[1] // 3
     wire = dataclasses.replace(wire, fixed=wire.fixed.clone())
@@ -131,7 +131,7 @@ def test_sizes_that_do_not_fit_together(bundle, stack):
 
 
 def test_the_format_is_the_same_in_both_packages(bundle):
-    """The host package reads headers without torch, and so has the format's numbers of its own."""
+    """The host package reads headers without torch, so it has its own copy of the format's numbers."""
     csf = importlib.import_module(f"{bundle.__name__}.formats").NVFP4_CSF
     assert (csf.codec, csf.rows_per_slab, csf.max_base) == (host.CODEC, host.SLAB_ROWS, host.MAX_BASE)
     assert csf.position_bits == host.POSITION_BITS

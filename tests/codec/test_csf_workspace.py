@@ -1,4 +1,4 @@
-"""Where decoding writes: exactly the active planes of the workspace, at any address, and not a byte beside them."""
+"""Decoding writes exactly the active planes of the workspace, at any address, and no other byte."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_refused_expert_starts(bundle, device, form, message):
 
 @every_device
 def test_one_workspace_serves_stacks_of_other_sizes(bundle, device):
-    """As layers share it: what an earlier, larger stack left behind never shows."""
+    """Layers may share a workspace: what an earlier, larger stack has left in it never shows."""
     stacks = [prepared(bundle, geometry, device) for geometry in GEOMETRIES]
     size = max(bundle.csf_workspace_size(scales, swizzled=True) for _, scales in stacks)
     workspace = torch.full((size,), POISON, dtype=torch.uint8, device=device)

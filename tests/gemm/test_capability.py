@@ -1,4 +1,4 @@
-"""Which kernel a GEMM runs on, and whether that reads compressed scales, for every target, and what a layer does."""
+"""For every target, which kernel a GEMM uses, and whether that reads compressed scales; and what a layer does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEPTHS = {"whole": 2560, "half a word": 2880, "odd": 96, "long": 16128, "longer"
 
 @pytest.fixture(params=TARGETS)
 def target(request, bundle, monkeypatch):
-    """The target's name, with CPU tensors taken for tensors on it."""
+    """The target's name. CPU tensors are taken for tensors on it."""
     FakeGPU(bundle, monkeypatch)
     name = request.param
     capability = importlib.import_module(f"{bundle.__name__}.gemm.capability")
@@ -33,7 +33,7 @@ def target(request, bundle, monkeypatch):
 
 
 def expected(target: str, kind: str, weight_only: bool) -> tuple[str, bool]:
-    """(kernel, whether it reads compressed scales), as docs/kernels.md has it."""
+    """(kernel, whether it reads compressed scales), according to docs/kernels.md."""
     if target in PORTABLE_ONLY:
         return "portable", True
     if target in BLOCK_SCALED and not weight_only:
@@ -73,7 +73,7 @@ def experts(bundle):
 @pytest.mark.parametrize("num_tokens", [1, 40])
 @pytest.mark.parametrize("activation_format", ["bf16", None], ids=["w4a16", "w4a4"])
 def test_a_layer_allocates_no_dense_scales(bundle, experts, target, activation_format, num_tokens):
-    """Nor does it decode into its scratch, where it is given no strategy and its K are whole words."""
+    """It does not decode into its scratch either, if no strategy is given and rows of codes are whole words."""
     call = make_call("cpu", num_tokens, 2, high=NUM_EXPERTS)
     assert not bundle.uses_expanded_scales(experts, num_tokens, activation_format=activation_format)
     with Allocations() as allocations:

@@ -1,4 +1,4 @@
-"""Tiles of the GEMMs and the shared memory that their compressed scales take: rules that hold for every row length."""
+"""Tiles of the GEMMs and the shared memory for their compressed scales: rules that hold for every row length."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from conftest import ROOT
 
 DEPTHS = range(128, 16384 + 1, 128)
 UNASKED = 48 << 10
-"""Shared memory that a program gets without asking; also the most that one may declare by itself, in PTX."""
+"""Shared memory that a program gets without requesting it; also the most that it may declare by itself, in PTX."""
 OF_AN_SM = 227 << 10
 LEAST_OF_A_PROGRAM = 99 << 10
-"""On sm_89 and sm_120, which have the least of the GPUs that these tiles are for."""
+"""Shared memory on sm_89 and sm_120, which have the least among the GPUs for which these tiles are."""
 BANKS, BANK_BYTES = 32, 4
 GATED = {(1280, 2560), (4096, 4096)}
-"""Weight rows and K of the tables' shapes that are tuned with a gate."""
+"""(weight rows, K) of the shapes in the tables that are tuned with a gate."""
 TABLES = [path.stem.replace("_", " ") for path in (ROOT / "torch-ext").rglob("tables/*.json")]
 
 
@@ -47,7 +47,7 @@ def tiles(configs) -> set:
 
 
 def geometry(plan, config, depth: int) -> tuple[int, int, int]:
-    """(groups of a chunk, columns of a strip, bytes from row to row) of a tile."""
+    """A tile's (groups of a chunk, columns of a strip, bytes from row to row)."""
     groups, cols = config.block_k // 16, plan.strip_cols(config, depth)
     return groups, cols, plan.strip_stride(cols, groups)
 
@@ -75,8 +75,8 @@ def test_a_tile_for_rows_that_no_strip_takes_is_refused(plan):
 
 
 def test_every_tile_gets_its_shared_memory(plan, tiles):
-    """Nothing is declared that may not be, all fits an SM, and what is beyond 48 KB is asked for: which Triton does if
-    its own part is more than that, be it the ring alone, or with all that results take as they are rearranged."""
+    """No kernel declares more than it may, everything fits in an SM, and what is beyond 48 KB is requested. Triton does
+    that if its own part is larger than 48 KB, either the ring alone, or with the memory for rearranging results."""
     for depth, config, result_bytes in itertools.product(DEPTHS, tiles, (1, 2, 4)):
         if not plan.reads_compressed(depth, has_warpgroups=True):
             continue
@@ -86,7 +86,7 @@ def test_every_tile_gets_its_shared_memory(plan, tiles):
         ring = tile.num_stages * plan.stage_bytes(tile)
         rearranged = tile.block_n * tile.block_t * result_bytes
         assert declared <= UNASKED, where
-        # Of a large tile, a part is rearranged at a time: scripts/compile_kernels.py tells.
+        # The results of a large tile are rearranged in parts, as scripts/compile_kernels.py shows.
         assert ring + min(rearranged, (32 if result_bytes == 4 else 16) << 10) + declared <= OF_AN_SM, where
         assert ring > UNASKED or ring + rearranged + declared <= UNASKED, where
         assert tile.warpgroup or ring + rearranged + declared <= LEAST_OF_A_PROGRAM, where
@@ -96,7 +96,7 @@ def test_every_tile_gets_its_shared_memory(plan, tiles):
 
 
 def test_dense_scales_come_whole_only_where_memory_is_left(plan, tiles):
-    """Warpgroup tiles beside as many others as they are tuned for."""
+    """Warpgroup tiles still run beside as many others as they were tuned for."""
     found = set()
     for depth, tile, result_bytes in itertools.product((64, *DEPTHS), tiles, (1, 2, 4)):
         if not plan.comes_whole(tile, depth, result_bytes):
@@ -117,7 +117,7 @@ def test_dense_scales_come_whole_only_where_memory_is_left(plan, tiles):
 
 
 def test_tuned_tiles_of_compressed_scales_run_as_they_were_tuned(configs, plan):
-    """With results in 16 bits: others may need a deeper ring."""
+    """For 16-bit results; others may need a deeper ring."""
     for name in TABLES:
         for (weight_rows, depth, compressed), entries in configs.load_table(name).items():
             result_bytes = 1 if (weight_rows, depth) in GATED else 2
@@ -126,8 +126,8 @@ def test_tuned_tiles_of_compressed_scales_run_as_they_were_tuned(configs, plan):
 
 
 def test_every_call_is_summed_in_one_order_and_occupies_the_device(configs, monkeypatch):
-    """Whatever falls back to the default, dense and compressed scales fall back alike; and tiles that are too few to
-    occupy the device are nobody's choice where smaller ones exist."""
+    """Dense and compressed scales fall back to the default in the same cases, and tiles that are too few to occupy the
+    device are never chosen if there are smaller ones."""
     sms = 132
     monkeypatch.setattr(configs, "num_sms", lambda device: sms)
     monkeypatch.setattr(configs.torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -180,7 +180,7 @@ def test_strips_meet_the_rules_of_banks_and_vectors(plan, tiles):
         assert cols <= stride < cols + 2 * groups, where
         assert stride % 8 == 0 and cols % 8 == 0, where  # words of 8 codes are stored as 8 bytes at once
         assert tile.block_n * stride % 256 == 0, where  # what new_strip sets to 0 at a time
-        # A load reads a chunk of 8 rows, in passes of 128 bytes, each of which meets every bank once at most.
+        # A load reads a chunk of 8 rows, in passes of 128 bytes, each of which accesses every bank at most once.
         rows = min(8, BANKS * BANK_BYTES // groups)
         banks = [
             (row * stride + byte) // BANK_BYTES % BANKS for row in range(rows) for byte in range(0, groups, BANK_BYTES)
@@ -201,7 +201,8 @@ def test_slices_divide_rows_into_whole_chunks(plan, tiles):
 
 
 def test_dense_and_compressed_scales_are_summed_in_one_order(configs, plan, tiles):
-    """Chunks of K and the kind of product decide the order of sums: dense, staged and fused results have one's bits."""
+    """Chunks of K and the kind of product determine the order of sums, so dense, staged and fused results have the same
+    bits."""
     for name in TABLES:
         table = configs.load_table(name)
         for (rows, depth, compressed), entries in table.items():
@@ -217,7 +218,7 @@ def test_dense_and_compressed_scales_are_summed_in_one_order(configs, plan, tile
 
 
 def test_kernels_in_triton_decode_equal_parts_of_a_row(configs):
-    """Whole blocks of columns, no more at a time than is asked for; and of dense scales all."""
+    """Whole blocks of columns, no more at a time than configured; for dense scales all of them."""
     for depth in range(32, 40000, 32):
         for config in (configs.PORTABLE, configs.scaled_config(1, True), configs.BlockConfig(64, 64, 16, max_cols=32)):
             tile = configs.plan_blocks(config, 640, depth, compressed=True)

@@ -1,4 +1,4 @@
-"""GEMMs on compressed scales: the dense result to the bit under one configuration, and float64's within its error."""
+"""GEMMs on compressed scales: the bits of the dense result with the same configuration, close enough to float64's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_pair_is_in_a_scenario():
 
 
 def test_every_value_has_its_turn():
-    """Of those that interpreted kernels see."""
+    """For the values that interpreted kernels see."""
     choices = in_turn(SMALL, 24)
     assert all(sum(choice[axis] == value for choice in choices) > 1 for axis in SMALL for value in SMALL[axis])
 
@@ -82,7 +82,7 @@ def test_every_byte_arrives_on_gpu(bundle, tile, depth):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", [TILES[1], TILES[10], TILES[11], TILES[14]], ids=str)
 def test_every_byte_arrives_where_a_program_has_many_tiles(bundle, monkeypatch, tile):
-    """One strip is filled again while others still read it, two take turns."""
+    """A single strip is filled again while others still read it; two strips are used in turns."""
     if needs_hopper(tile):
         pytest.skip("needs a Hopper GPU (sm_90) for warpgroup products")
     monkeypatch.setattr(importlib.import_module(f"{bundle.__name__}.gemm.dispatch"), "num_sms", lambda device: 1)

@@ -1,4 +1,4 @@
-"""GEMMs on compressed scales as programs call them: refused arguments, torch.compile, CUDA graphs, memory, poison."""
+"""GEMMs on compressed scales in programs: refused arguments, torch.compile, CUDA graphs, memory, poison."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Layer:
         return getattr(self.bundle, op)(x, b, None, scales, **options)
 
     def all_results(self, scales, x, ids) -> list[torch.Tensor]:
-        """bf16 and requantized, weight-only and W4A4."""
+        """bf16 and requantized results, weight-only and W4A4."""
         results = []
         for op in OPS:
             results.append(self.run(op, scales, x, ids, activation_format="bf16"))
@@ -111,7 +111,8 @@ def test_memory_that_kernels_cannot_read_is_refused(bundle, name):
     ("device", "tokens"), [("cpu", FEW), *(pytest.param("cuda", n, marks=pytest.mark.gpu) for n in (FEW, MANY))]
 )
 def test_compiles_in_one_graph(bundle, device, tokens):
-    """Scales of the closure, and scales as arguments: they are flattened into the op's list of tensors and back."""
+    """Scales from the closure and scales as arguments; they are flattened into the op's list of tensors and
+    restored."""
     layer = Layer(bundle, device)
 
     def closed(x, ids):
@@ -178,7 +179,7 @@ def test_graph_replays_with_other_routing_and_no_allocation(bundle, tokens):
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_but_results_is_allocated(bundle, tokens, op):
-    """The most that a call holds: its result, indices, and on Hopper the activations in another order."""
+    """At most, a call holds its result, indices, and on Hopper the activations in another order."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU (sm_90): programs of kernels in Triton have memory for the scales of a tile")
     layer = Layer(bundle, "cuda")
@@ -194,7 +195,8 @@ def test_nothing_but_results_is_allocated(bundle, tokens, op):
 
 
 def poison(layer: Layer, x: torch.Tensor) -> tuple:
-    """(x, weights, compressed scales, globals) with NaN in what no routed row uses, and other exceptions there."""
+    """(x, weights, compressed scales, globals) with NaN, and other exceptions, in everything that no routed row
+    uses."""
     x, b, b_global = x.clone(), layer.b.clone(), layer.b_global.clone()
     x[-2:] = torch.nan
     b[UNUSED], b_global[UNUSED] = 0xFF, torch.nan
@@ -229,7 +231,7 @@ def test_unused_values_change_nothing(layer, device, op, activation_format, toke
 
 @pytest.mark.gpu
 def test_inputs_are_only_read(bundle):
-    """Compressed scales are resident for good: no call may change them, nor anything around them."""
+    """Compressed scales stay in memory: no call may change them, or anything around them."""
     layer = Layer(bundle, "cuda")
     state = layer.compressed.state_dict()
     guarded = {

@@ -1,4 +1,4 @@
-"""Every wrong argument of the GEMMs is refused with its name, what was expected and what came."""
+"""Every wrong argument of the GEMMs is refused, with its name, what was expected, and what it was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def call(bundle):
-    """matmul_grouped on a right problem, with any argument replaced."""
+    """matmul_grouped with correct arguments, any of which may be replaced."""
 
     def run(**changes):
         arguments = {
@@ -70,7 +70,7 @@ def test_wrong_argument_is_named(call, changes, error, message):
 
 @pytest.mark.parametrize("name", ["matmul_2d", "matmul_batched", "matmul_grouped"])
 def test_arguments_arrive_under_their_names(bundle, monkeypatch, name):
-    """The calls hand them over in a tuple: each is found again where the checks look for it."""
+    """Calls pass them on in a tuple, in which the checks have to find each of them."""
     api, arrived = importlib.import_module(f"{bundle.__name__}.gemm.api"), []
     monkeypatch.setattr(api, "check_gemm", arrived.append)
     monkeypatch.setattr(api, "_run", lambda gemm: None)
@@ -101,7 +101,7 @@ def test_gate_and_up_keep_their_own_globals(bundle):
 
 
 def test_one_weight_without_scales(bundle):
-    """`Bs` has a default, as it comes after `As`: left out, it is named too."""
+    """`Bs` has a default because it comes after `As`; if it is left out, the message names it."""
     weight, _, _ = bundle.nvfp4_quantize_two_level(torch.randn(N, K))
     with pytest.raises(TypeError, match="Bs: expected a tensor of scale bytes or NVFP4CSFScales, got NoneType"):
         bundle.matmul_2d(torch.ones(M, K).bfloat16(), weight)
@@ -119,7 +119,7 @@ def test_nan_scales_stay_nan(bundle):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_views_give_what_copies_give(bundle, device):
-    """Strided indices, and activations whose rows are neither dense nor aligned."""
+    """Indices with strides, and activations whose rows are neither dense nor aligned."""
     torch.manual_seed(0)
     weight, scales, b_global = bundle.nvfp4_quantize_two_level(torch.randn(E, N, K, device=device))
     a = torch.randn(M * 2 * K + 1, device=device).bfloat16()
@@ -145,7 +145,7 @@ def test_views_give_what_copies_give(bundle, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_wide_indices_are_not_wrapped(bundle, device):
-    """int64 indices that would be right ones if they were cut to 32 bits."""
+    """int64 indices that would be valid if they were cut to 32 bits."""
     weight, scales, _ = bundle.nvfp4_quantize_two_level(torch.ones(E, N, K, device=device))
     a = torch.ones(M, K, dtype=torch.bfloat16, device=device)
     right = torch.zeros(M, dtype=torch.int64, device=device)
@@ -159,7 +159,7 @@ def test_wide_indices_are_not_wrapped(bundle, device):
 
 @pytest.mark.gpu
 def test_weights_in_pieces_are_refused(bundle):
-    """Weights and scales are never copied on the way to a kernel."""
+    """Weights and scales are never copied before a kernel."""
     weight, scales, b_global = bundle.nvfp4_quantize_two_level(torch.randn(N, 2 * K, device="cuda"))
     a = torch.ones(M, K, dtype=torch.bfloat16, device="cuda")
     shifted = torch.zeros(N * K // 2 + 1, dtype=torch.uint8, device="cuda")[1:].view(N, K // 2)

@@ -1,7 +1,7 @@
-"""Barriers of the GEMM kernels, in the code as it is compiled: on every path, between what they keep apart.
+"""Barriers in the compiled code of the GEMM kernels: on every path, between the steps that they have to separate.
 
-A missed one is right on a GPU nearly always. What strips of scales need are our instructions in PTX, of which Triton
-knows nothing; so does it not know that one warpgroup's products read a stage that another's copies overwrite.
+Without one, a GPU is still right nearly always. Strips of scales are accessed by our own PTX, of which Triton knows
+nothing. Neither does it know that one warpgroup's products read a stage that another's copies overwrite.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ KINDS = {
     "global window": r"st\.global\.v[24]\.b32",
     "global exception": r"st\.global\.b8",
 }
-"""What our own instructions do to a strip, and kernels in Triton to their memory for decoded scales."""
+"""How our own instructions access a strip, and how kernels in Triton access their memory for decoded scales."""
 FOREIGN = {"barrier": r"bar\.sync", "product": r"wgmma\.mma_async", "copy": r"cp\.async\.c[ag]"}
 ONE_STRIP = [
     ("window", "exception"), ("window", "read"), ("exception", "read"), ("read", "window"), ("exception", "window"),
 ]  # fmt: skip
 WARPGROUPS = [("window", "exception"), ("product", "copy")]
-"""Two strips may be read and written at once: each of this tile, and of the next."""
+"""Two strips may be read and written at the same time: this tile's and the next one's."""
 IN_TRITON = [("global window", "global exception"), ("global window", "copy"), ("global exception", "copy")]
 
 
 def read_ptx(text: str) -> tuple[list[tuple[str, str | None, bool]], dict[str, int]]:
-    """([(kind, label it may jump to, whether it goes on with what follows)], the step that each label is before)."""
+    """([(kind, label to which it may jump, whether the next step may follow)], the step before which each label is)."""
     steps, labels, is_ours = [], {}, False
     for line in text.splitlines():
         line = line.strip()
@@ -54,7 +54,7 @@ def read_ptx(text: str) -> tuple[list[tuple[str, str | None, bool]], dict[str, i
 
 
 def unguarded(text: str, before: str, after: str) -> bool:
-    """Whether a path leads from a step of kind `before` to one of kind `after` and meets no barrier."""
+    """Whether there is a path without a barrier from a step of kind `before` to one of kind `after`."""
     steps, labels = read_ptx(text)
     kinds = {kind for kind, _, _ in steps}
     assert {before, after, "barrier"} <= kinds, f"{before}, {after}: only {sorted(kinds)} found"
@@ -102,7 +102,7 @@ def test_no_path_goes_past_a_barrier(cases, name, rules):
 
 
 def test_a_path_without_a_barrier_is_found():
-    """Around a loop, past a jump, and in order."""
+    """Through a loop, over a jump, and in straight order."""
     body = "\n".join(
         ["$L__BB0_1:", "// begin inline asm", "{0}", "// end inline asm", "{1}", "@%p1 bra $L__BB0_2;", "bar.sync 0;",
          "$L__BB0_2:", "// begin inline asm", "{2}", "// end inline asm", "@!%p2 bra $L__BB0_1;", "ret;"]

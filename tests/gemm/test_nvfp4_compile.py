@@ -1,4 +1,4 @@
-"""The GPU kernels without a GPU: interpreted on small problems, in a process of their own."""
+"""The GPU kernels without a GPU: interpreted on small problems, in a separate process."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_scenario_on_gpu(bundle, reference, scenario):
 
 @pytest.mark.gpu
 def test_every_shipped_tile_on_ragged_shapes(bundle, reference, monkeypatch):
-    """Each configuration of the tables, on rows, columns and K that its tiles do not divide."""
+    """Each configuration of the tables, with rows, columns and K that its tiles do not divide."""
     configs, launch = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("config", "dispatch"))
     tables = (configs.load_table(path.stem) for path in Path(configs.__file__).parent.glob("tables/*.json"))
     shipped = {config for table in tables for entries in table.values() for _, config in entries}

@@ -1,4 +1,4 @@
-"""Offsets past 2^31 and 2^32: of experts in a stack of weights, of rows of activations, of rows of the output."""
+"""Offsets beyond 2^31 and 2^32: of experts in a stack of weights, of rows of activations, and of rows of the output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def reference(bundle):
 
 
 def assert_close(actual: torch.Tensor, values: torch.Tensor, weight: torch.Tensor) -> None:
-    """bf16 `actual` [rows, N] against float64 values [rows, K] and weight [N, K]: rounding, and K truncated sums."""
+    """Compare bf16 `actual` [rows, N] with float64 values [rows, K] and weight [N, K]: rounding, and K truncated
+    sums."""
     expected = values @ weight.T
     bound = (values.shape[1] + 4) * 2.0**-23 * (values.abs() @ weight.abs().T)
     assert bool(((actual.double() - expected).abs() <= bound + 2.0**-8 * (expected.abs() + bound)).all())
@@ -34,7 +35,7 @@ def assert_close(actual: torch.Tensor, values: torch.Tensor, weight: torch.Tenso
 
 @pytest.mark.parametrize("depth", [16384, 16352], ids=["tensor_cores", "portable"])
 def test_experts_past_2_31_and_2_32(bundle, reference, depth):
-    """A stack of 5.4 GB: all scales are NaN but those of the experts that are asked for."""
+    """A stack of 5.4 GB, in which all scales are NaN except those of the experts that are used."""
     experts, rows = 40, 16384
     plane = rows * depth // 2
     used = [0, (1 << 31) // plane + 1, (1 << 32) // plane + 1, experts - 1]
@@ -64,7 +65,7 @@ def test_experts_past_2_31_and_2_32(bundle, reference, depth):
 @pytest.mark.parametrize("activation_format", ["bf16", None], ids=["w4a16", "w4a4"])
 @pytest.mark.parametrize(("cols", "depth"), [(16384, 64), (64, 16384), (16, 16352)])
 def test_rows_past_2_31(bundle, reference, cols, depth, activation_format):
-    """131,400 rows: those of the output, or those of the activations, are more than 2^31 values."""
+    """131,400 rows, of which the output or the activations have more than 2^31 values."""
     num_rows = 131_400
     assert num_rows * max(cols, depth) > 1 << 31
     packed, scales, b_global = bundle.nvfp4_quantize_two_level(torch.randn(cols, depth, device="cuda"))

@@ -1,5 +1,5 @@
-"""Arguments that nobody means: refused in one line, or the same on a CPU and a GPU; and surroundings that must not
-matter."""
+"""Arguments that nobody intends: refused in one line, or with the same result on a CPU and a GPU; and settings that
+must not matter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("indices", ["none", "gather and scatter"])
 @pytest.mark.parametrize("name", STARTS)
 def test_expert_starts_that_are_no_sequence(bundle, device, name, indices):
-    """Rows that are owned as documented are right, and nothing outside is read or written."""
+    """Rows that have one owner, as documented, are right, and nothing outside is read or written."""
     check_expert_starts(bundle, device, name, indices)
 
 
@@ -57,7 +57,7 @@ def test_decoding_takes_starts_as_they_are(bundle, device):
 @every_device
 @pytest.mark.parametrize("part", ["bases", "codes", "exceptions", "exception_offsets", "expert_start"])
 def test_workspaces_that_overlap_what_is_read(bundle, device, part):
-    """Also when they only end in it, or begin in its last byte; beside it they are taken."""
+    """Even if they only end in it, or begin in its last byte; directly beside it they are accepted."""
     planes = torch.randint(0, 256, (E, 16, 32), dtype=torch.uint8, device=device)
     scales = bundle.prepare_nvfp4_csf_scales(*bundle.compress_nvfp4_csf_scales(planes), num_rows=16, num_cols=32)
     start = torch.arange(E + 1, dtype=torch.int32, device=device)
@@ -219,7 +219,7 @@ def test_numbers_that_float32_has_not(bundle, device, number):
 
 
 def test_arrays_are_no_tensors(bundle):
-    """A numpy array has a dtype that reads like torch's."""
+    """The dtype of a numpy array looks like torch's."""
     x, packed, scales, _, _ = make_problem(bundle)
     start, ids = np.zeros(E + 1, np.int32), np.zeros(S, np.int64)
     tensor_start = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
@@ -275,7 +275,7 @@ def float64_by_default():
 
 @pytest.mark.parametrize("name", list(surroundings()))
 def test_surroundings_do_not_matter(bundle, name):
-    """Bit for bit: autocast would round products, models are built under `torch.device("meta")`."""
+    """The bits are the same: autocast would round products, and models are built under `torch.device("meta")`."""
     x, packed, scales, factors, _ = make_problem(bundle)
     start = torch.tensor([0, 2, 4, 6], dtype=torch.int32)
     experts = make_experts(bundle, "cpu")

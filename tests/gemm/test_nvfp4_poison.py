@@ -1,4 +1,4 @@
-"""What no routed row owns never reaches a result: unused tokens and experts, padding, stale outputs and scratch."""
+"""What no routed row uses never reaches a result: unused tokens and experts, padding, stale outputs and scratch."""
 
 from __future__ import annotations
 

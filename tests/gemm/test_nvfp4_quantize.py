@@ -1,4 +1,4 @@
-"""The quantization law, against nearest-value searches that share no arithmetic with it."""
+"""The quantization law, compared with searches for the nearest value that share no arithmetic with it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_e2m1_border_rounds_to_even(quantize):
 
 
 def test_quantized_values_survive_requantization(quantize, reference):
-    """Codes and scales whose groups contain a 6 are a fixed point: quantizing what they mean gives them back."""
+    """Codes and scales of groups that contain a 6 are a fixed point: quantizing their values gives them again."""
     torch.manual_seed(5)
     codes = torch.randint(0, 16, (256, 16), dtype=torch.uint8)
     codes[:, 3] = 7
@@ -144,7 +144,8 @@ GLOBALS = [None, 0.01, 1.0, 0.1 * 2**-70, 0.3 * 2**70, 3e38, 1e-38, 3e-44, 0.0, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("global_scale", GLOBALS, ids=str)
 def test_gpu_gives_the_cpus_bytes(quantize, global_scale):
-    """Every bf16 and fp16, beside others of their size and beside any, and float32 next to where a code changes."""
+    """Every bf16 and fp16, together with similar ones and with any others, and float32 values next to where a code
+    changes."""
     torch.manual_seed(1)
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     inputs = [values.view(-1, 256) for dtype in (torch.bfloat16, torch.float16) for values in (
@@ -165,7 +166,7 @@ def test_gpu_gives_the_cpus_bytes(quantize, global_scale):
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 3e30])
 @pytest.mark.parametrize("kind", ["normal", "heavy"])
 def test_scales_of_least_squared_error(quantize, reference, kind, magnitude):
-    """Every neighbour of the law's scale is tried in float64: none is better, but by what float32 cannot tell."""
+    """Every neighbour of the law's scale is tried in float64: none is better by more than float32 can distinguish."""
     torch.manual_seed(12)
     weight = torch.randn(2, 48, 64)
     weight = (weight**3 if kind == "heavy" else weight) * magnitude

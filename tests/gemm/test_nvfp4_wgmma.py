@@ -1,7 +1,7 @@
-"""The warpgroup kernel in machine code, without a GPU: nothing overwrites the weights that products in flight read.
+"""The machine code of the warpgroup kernel, without a GPU: nothing overwrites the weights that products in flight read.
 
-A warpgroup product reads its left operand from registers until a wait covers it. The assembler does not keep those
-registers; the kernel must. Every path from every product is followed in the SASS to the wait that ends it.
+A warpgroup product reads its left operand from registers until a wait covers it. The assembler does not preserve those
+registers, so the kernel has to. Every path from every product is followed in the SASS to the wait that ends it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ NO_RESULT = ("ST", "LDGSTS", "BAR", "BRA", "HGMMA", "WARPGROUP", "DEPBAR", "ISET
 
 
 def read_sass(cubin: Path) -> tuple[list[str], dict[str, int]]:
-    """(instructions, the index that each label stands before)."""
+    """(instructions, the index of the instruction after each label)."""
     text = subprocess.run([NVDISASM, "-c", cubin], capture_output=True, text=True, check=True).stdout
     instructions, labels = [], {}
     for line in text.splitlines():

@@ -14,9 +14,9 @@ CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 TABLES = [path.stem.replace("_", " ") for path in (ROOT / "torch-ext").rglob("tables/split/*.json")]
 SHARED_BYTES = 227 << 10
-"""Of a program on Hopper."""
+"""Shared memory that a program may have on Hopper."""
 DECLARED_BYTES = 48 << 10
-"""Of those, what a kernel may declare by itself."""
+"""The part of it that a kernel may declare by itself."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -31,7 +31,7 @@ def ahead(bundle):
 
 
 def shared_bytes(config, plan) -> int:
-    """A ring of chunks: half a byte a weight, two a token's value, a byte a scale; and the strip."""
+    """A ring of chunks, with half a byte per weight, two bytes per activation and one per scale; and the strip."""
     scales = 0 if plan.STRIPS else config.block_n * config.block_k // 16
     stage = config.block_n * config.block_k // 2 + config.block_t * config.block_k * 2 + scales
     return config.num_stages * stage + plan.STRIP_BYTES
@@ -48,7 +48,8 @@ def check_plans(split, config, weight_rows: int, depth: int) -> None:
         chunks = depth // config.block_k // config.programs
         assert chunks * config.programs * config.block_k == depth
         assert plan.COLS % plan.GROUPS == 0 and chunks % (plan.COLS // plan.GROUPS) == 0
-        # Sums cross the cluster in the ring's memory: a program gets every program's, of its share of the tokens.
+        # Sums cross the cluster in the ring's memory: a program gets those of every program for its share of the
+        # tokens.
         owners = min(config.programs, config.block_t // 8)
         assert config.programs * config.block_n * config.block_t // owners * 4 <= shared_bytes(config, plan)
 
@@ -87,7 +88,8 @@ def test_scratch_is_bounded_and_parts_cover_the_weight(ahead):
 
 
 def make_weight(bundle, rows: int, depth: int):
-    """(codes, dense scales with a window of 16 a row and some exceptions, compressed scales, float64 values)."""
+    """(codes, dense scales with a window of 16 values per row and some exceptions, compressed scales, float64
+    values)."""
     packed = torch.randint(0, 256, (rows, depth // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(60, 70, (rows, 1), device="cuda") + torch.randint(0, 16, (rows, depth // 16), device="cuda")
     scales[torch.rand(scales.shape, device="cuda") < 0.02] = 17
@@ -101,8 +103,8 @@ def make_weight(bundle, rows: int, depth: int):
 
 
 def check_product(out: torch.Tensor, x: torch.Tensor, values: torch.Tensor, factor: float) -> None:
-    """To the output's rounding, once, and float32 sums of K exact products: each addition rounds, by 2^-24 of a size
-    that the sum of magnitudes bounds."""
+    """Compare up to one rounding of the output, and float32 sums of K exact products, in which each addition rounds by
+    2^-24 of a value that is bounded by the sum of magnitudes."""
     exact = x.double() @ values.T * factor
     size = x.double().abs() @ values.abs().T * factor
     allowed = torch.finfo(out.dtype).eps / 2 * exact.abs() + (x.shape[1] + 2) * 2.0**-24 * size
@@ -142,7 +144,7 @@ def test_gated_and_requantized_results_are_those_of_routed_calls(bundle):
         outs = [bundle.matmul_2d(x, packed, None, s, **options) for s in (dense, compressed)]
         if quantize:
             assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*outs, strict=True))
-            codes = (outs[0][0] != routed[0]).float().mean()  # sums of another order round to another code at times
+            codes = (outs[0][0] != routed[0]).float().mean()  # sums in another order sometimes round to another code
             assert codes < 0.02
         else:
             assert torch.equal(*outs)
@@ -153,7 +155,7 @@ def test_gated_and_requantized_results_are_those_of_routed_calls(bundle):
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def test_unpacked_weights_are_exact_whatever_the_scale(bundle, ahead):
-    """All codes by all 256 scale bytes, NaN among them, and the exceptions of compressed ones."""
+    """All codes times all 256 scale bytes, including NaN, and exceptions of compressed scales."""
     every = torch.arange(256, dtype=torch.uint8, device="cuda")
     packed = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8, device="cuda")
     packed = packed.repeat(128, 16)

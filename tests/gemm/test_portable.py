@@ -1,4 +1,4 @@
-"""The kernel in plain Triton, on a GPU that has others: the same results from dense and from compressed scales."""
+"""The kernel in plain Triton, on a GPU that also has others: dense and compressed scales give the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every wrapper of ptx.py, alone: on a GPU."""
+"""Every wrapper of ptx.py by itself, on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 gluon = pytest.importorskip("triton.experimental.gluon")
 gl = pytest.importorskip("triton.experimental.gluon.language")
 ptx = None
-"""The bundle's module, once it is loaded: kernels find their functions in it."""
+"""The bundle's module, once it is loaded. Kernels find their functions in it."""
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
@@ -43,7 +43,8 @@ def decode_kernel(base_ptr, codes_ptr, out_ptr, scalar, WORDS: gl.constexpr):
 
 @gluon.jit
 def store_kernel(values_ptr, words_ptr, mask_ptr, out_ptr, scalar, COUNT: gl.constexpr):
-    """Zeros, then a word in every other lane's 8 bytes, then a byte over the last one of some; read in pairs."""
+    """Store zeros, then a word in every other lane's 8 bytes, then a byte over the last one of some; read them in
+    pairs."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, LANES)
     strip = ptx.declare_shared(scalar, 32 * 16)
@@ -167,7 +168,7 @@ def test_pairs_of_scale_bytes_become_factors(is_fp16):
 @pytest.mark.parametrize("word", [0, 1])
 @pytest.mark.parametrize("odd", [0, 1])
 def test_codes_become_scaled_operands(is_fp16, word, odd):
-    """Every code in every place, by scales of every exponent; the other word, and the other factor, are noise."""
+    """Every code in every place, times scales of every exponent; the other word and the other factor are noise."""
     dtype = torch.float16 if is_fp16 else torch.bfloat16
     codes = integers(0, 16, 4096 * 16, torch.int64).view(4096, 16)
     groups = (codes << (4 * torch.arange(16))).sum(-1)

@@ -1,4 +1,4 @@
-"""The plan of shared memory against compiled kernels: what they declare, and what Triton allocates."""
+"""The plan of shared memory, compared with compiled kernels: what they declare, and what Triton allocates."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ import gemm_cases
     ],
 )
 def test_a_kernel_takes_what_is_planned(bundle, name):
-    """A ring of codes, 16-bit activations and, where they have no strip, scales; strips; and results on their way out,
-    two bytes each, half as many with a gate."""
+    """A ring of codes, 16-bit activations and, if there is no strip, scales; strips; and results on their way out, two
+    bytes each, and half as many with a gate."""
     (case,) = (case for case in gemm_cases.gemm_cases(bundle) if case.name == name)
     plan = importlib.import_module(f"{bundle.__name__}.gemm.smem_plan")
     tile, gate = case.constants["TILE"], case.constants["SHAPE"].GATE

@@ -1,4 +1,4 @@
-"""`from_pretrained` with the plug-in: the same tokens whatever becomes of the scales, and logits near float64's."""
+"""`from_pretrained` with the plug-in: the same tokens however scales are kept, and logits close to those of float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checkpoints(bundle, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quiet_and_quick():
-    """One thread: tensors are so small that more only get in each other's way."""
+    """Use one thread: tensors are so small that several threads would only get in each other's way."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
@@ -79,11 +79,12 @@ def test_other_ways_to_the_same_tokens(checkpoints, architecture, device):
 
 
 class _Roundings:
-    """Runs a float64 model and remembers what a bfloat16 one would round: inputs and outputs of every module.
+    """Runs a float64 model and records what a bfloat16 model would round: inputs and outputs of every module.
 
-    First-order: an intermediate value y, rounded, moves a logit by (d logit / d y) * e, |e| <= 2^-8 |y|, with a
-    variance of (2^-8 |y|)^2 / 3. Roundings inside experts are relative to the sum of the magnitudes that make a
-    value; there are four, so twice the deviation of one: inner rows, each expert's result, and the sum, and its input.
+    To first order, rounding an intermediate value y changes a logit by (d logit / d y) * e with |e| <= 2^-8 |y|, which
+    has a variance of (2^-8 |y|)^2 / 3. Roundings inside experts are relative to the sum of the magnitudes that make up
+    a value. There are four: of inner rows, of each expert's result, of the sum, and of its input; so the deviation is
+    twice that of one.
     """
 
     def __init__(self, model: torch.nn.Module, ids: torch.Tensor) -> None:
@@ -138,7 +139,7 @@ def test_logits_are_those_of_float64(checkpoints, architecture, device):
         error = (model(ids.to(device)).logits[0, -1].cpu().double() - reference.logits).abs()
     for i_logit in range(0, 128, 9):
         assert float(error[i_logit]) < 6 * reference.deviation(i_logit) < float(reference.spread), i_logit
-    # The bound tells: with gate's globals used for up, or rows [up; gate], logits are elsewhere.
+    # The bound is tight enough: with gate's globals used for up, or with rows [up; gate], logits exceed it.
     for layer in nvfp4_experts(model):
         layer.gate_up_global.copy_(layer.gate_up_global.flip(1) * 1.5)
     with torch.no_grad():
@@ -148,7 +149,7 @@ def test_logits_are_those_of_float64(checkpoints, architecture, device):
 
 @pytest.mark.parametrize("strategy", ["auto", "staged", "fused", "dense"])
 def test_compressed_tensors_layout(checkpoints, tmp_path, strategy):
-    """Its globals are divisors, of which reciprocals are taken; ModelOpt's of the same model are multipliers."""
+    """Its globals are divisors, whose reciprocals are used; those of ModelOpt for the same model are multipliers."""
     paths = checkpoints("qwen3_moe")
     other = write_compressed_tensors(tmp_path, paths["dense"])
     model, expected = load(other["csf"], strategy), load(paths["csf"], "dense")
@@ -168,7 +169,7 @@ FP8_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", 
 
 
 def test_only_configs_with_nvfp4_are_claimed():
-    """Other checkpoints stay transformers' own, whatever their method is shared with."""
+    """Other checkpoints are left to transformers, even if they have the same method."""
     entry = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
     for said, is_ours in (
         (entry | {"config_groups": {"group_0": NVFP4_GROUP}}, True),
@@ -190,7 +191,7 @@ def test_only_configs_with_nvfp4_are_claimed():
 def test_globals_and_bytes_keep_their_dtype(checkpoints, dtype):
     model = load(checkpoints("qwen3_moe")["csf"], dtype=dtype)
     module = torch.nn.Module
-    for change in (None, module.bfloat16, module.float, module.half):  # transformers' own refuse for quantized models
+    for change in (None, module.bfloat16, module.float, module.half):  # others refuse this if they are quantized
         if change is not None:
             change(model)
         for layer in nvfp4_experts(model):
@@ -248,7 +249,7 @@ def test_prefetching_follows_the_order(checkpoints, bundle, monkeypatch):
     expected = load(checkpoints("qwen3_moe")["csf"], "dense")(ids).logits
     first = nvfp4_experts(model)[0]
     hidden, routing = torch.randn(4, 128).bfloat16(), (torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5))
-    for _ in range(3):  # a layer out of order: what was prefetched after it is given up
+    for _ in range(3):  # a layer out of order: what was prefetched after it is discarded
         first(hidden, *routing)
     assert torch.equal(model(ids).logits, expected)
 
@@ -266,7 +267,7 @@ def test_copies_and_pickles_run(checkpoints):
 
 
 def test_state_dicts_of_other_models_are_refused(checkpoints, bundle, tmp_path):
-    """They have packed weights, and not the scales to read them with."""
+    """They have packed weights without the scales that belong to them."""
     model = load(checkpoints("qwen3_moe")["csf"])
     expected = generate(model, 5)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -315,7 +316,8 @@ def test_compiles_in_one_graph(checkpoints, device, strategy):
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_static_cache_and_cuda_graphs(checkpoints, strategy):
-    """transformers compiles generation with a static cache itself, with mode "reduce-overhead": CUDA graphs."""
+    """transformers itself compiles generation with a static cache, in mode "reduce-overhead", which uses CUDA
+    graphs."""
     model = load(checkpoints("qwen3_moe")["csf"], strategy, device="cuda")
     expected = generate(model, 24, cache_implementation="static", disable_compile=True)
     torch.compiler.reset()

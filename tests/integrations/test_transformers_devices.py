@@ -1,4 +1,4 @@
-"""`device_map`: transformers decides where layers go, from sizes that include their scales."""
+"""`device_map`: transformers decides where layers go by sizes that include their scales."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_on_the_cpu(paths, device_map, monkeypatch):
 
 
 def test_sizes_that_a_device_map_is_made_of(paths, monkeypatch):
-    """What is reserved while loading is what the scales then take, and it is gone afterwards."""
+    """While loading, as much is reserved as the scales will take, and it is released afterwards."""
     reserved = {}
 
     def sizes(model, *args, **options):
@@ -50,7 +50,7 @@ def test_sizes_that_a_device_map_is_made_of(paths, monkeypatch):
 
 
 def test_layers_that_accelerate_offloads_stay_where_they_are(paths, monkeypatch):
-    """What it does to a layer on the CPU, beside a GPU, with the CPU in the GPU's place."""
+    """What accelerate does with a layer on the CPU in a model on a GPU; here, the CPU stands in for the GPU."""
     first, second = nvfp4_experts(load(paths["csf"], "dense"))
     offloaded = []
 
@@ -82,7 +82,7 @@ def test_disk_is_refused(paths, tmp_path):
 
 @pytest.mark.gpu
 def test_layers_on_two_devices(paths):
-    """GPU and CPU: each device has a workspace, and accelerate moves activations between them."""
+    """On a GPU and the CPU: each device has a workspace, and accelerate moves activations between them."""
     device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0, "lm_head": 0}
     model = load(paths["csf"], "staged", device_map=device_map | {"model.rotary_emb": 0})
     assert [layer.experts.gate_up.device.type for layer in nvfp4_experts(model)] == ["cuda", "cpu"]

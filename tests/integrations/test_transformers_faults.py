@@ -183,7 +183,7 @@ def test_a_wrong_config(damaged, change, message):
 
 
 def test_a_config_that_names_single_experts(paths, tmp_path):
-    """As ModelOpt's MIXED_PRECISION does: every linear layer has an entry of its own."""
+    """As in ModelOpt's MIXED_PRECISION, where every linear layer has its own entry."""
     root = shutil.copytree(paths["dense"], tmp_path / "single")
 
     def name_experts(config: dict) -> None:
@@ -304,7 +304,7 @@ def test_scales_of_a_quantized_cache_are_said_to_be_left_out(damaged, monkeypatc
     [(torch.int8, "I8", "SCB"), (torch.float8_e5m2, "F8_E5M2", "weight_scale"), (torch.uint8, "U8", "absmax")],
 )
 def test_other_formats_are_not_cast(damaged, dtype, stored, scale):
-    """transformers would cast the codes to bfloat16, and drop their scale with a warning."""
+    """Otherwise, transformers would cast the codes to bfloat16, and drop their scale with a warning."""
     name = "model.layers.0.self_attn.o_proj"
 
     def quantize_a_projection(tensors: dict) -> None:
@@ -340,7 +340,7 @@ def test_fp8_that_does_not_fit(damaged, tensors, message):
 
 
 def test_nothing_is_initialized_in_silence(paths):
-    """transformers' own account of a load: nothing missing, unexpected or mismatched."""
+    """By transformers' own loading info, nothing is missing, unexpected or mismatched."""
     for layout in ("csf", "dense"):
         _, info = AutoModelForCausalLM.from_pretrained(paths[layout], output_loading_info=True)
         assert not any(info.values()), info

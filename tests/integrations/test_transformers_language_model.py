@@ -55,7 +55,7 @@ def paths(bundle, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def floats(paths):
-    """The float32 models that "bf16", "amax" and "mse" stand for, with a tokenizer's ids of the text and the prompt."""
+    """The float32 models that "bf16", "amax" and "mse" represent, and the token ids of the text and the prompt."""
 
     def make(name: str):
         model = AutoModelForCausalLM.from_pretrained(paths["bf16"], dtype=torch.float32)
@@ -86,7 +86,7 @@ def test_verified_and_restored(paths, tmp_path):
 
 @torch.no_grad()
 def test_perplexity_of_a_text(paths, floats):
-    """What quantization costs, and what scales of least squared error gain."""
+    """How much quantization costs, and how much scales of least squared error gain."""
     ids = ids_of(paths, TEXT.read_text())
     found = {}
     for name in ("bf16", "amax", "mse"):
@@ -97,9 +97,9 @@ def test_perplexity_of_a_text(paths, floats):
 
 @torch.no_grad()
 def test_the_same_tokens_with_every_strategy(paths, floats):
-    """On the CPU, one pass over a continuation instead of a pass for each of its tokens: logits have the same bits, so
-    the greedy token after each prefix is the same. In fp16: in bf16, this model has a cosine of 0.9998 to its float32
-    self already without quantization."""
+    """On the CPU, there is one pass over a continuation instead of one for each token: if logits have the same bits,
+    the greedy token after each prefix is the same. It runs in fp16, because in bf16 this model has a cosine of 0.9998
+    to its float32 form even without quantization."""
     prompt = ids_of(paths, PROMPT)
     reference = floats("amax")
     ids = reference.generate(prompt, max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False)
@@ -122,7 +122,7 @@ def test_the_same_tokens_with_every_strategy(paths, floats):
 @pytest.mark.parametrize("device", DEVICES[1:])
 @torch.no_grad()
 def test_64_greedy_tokens_on_a_gpu(paths, floats, device):
-    """With a cache, token by token; then the logits of all that was said."""
+    """With a cache, token by token; then the logits of the whole text."""
     prompt = ids_of(paths, PROMPT)
     found = {}
     for strategy in ("dense", "staged", "fused"):

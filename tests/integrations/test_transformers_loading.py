@@ -1,4 +1,4 @@
-"""What loading takes and leaves: the hub's kernels, memory, and nothing else alive."""
+"""What loading uses and leaves behind: the hub's kernels, memory, and no other tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def paths(bundle, tmp_path_factory) -> dict[str, Path]:
 
 
 def test_from_the_hub_and_offline(run_python, paths, bundle_dir, tmp_path):
-    """Two fresh processes: the kernels are those of `get_kernel`, from the hub and then, offline, from its cache."""
+    """In two fresh processes, the kernels are those of `get_kernel`, from the hub and then, offline, from its cache."""
     code = LOAD_MODEL.format(path=str(paths["csf"]), repo_id=REPO_ID)
     with Hub({REPO_ID: Repository(bundle_dir.parent)}) as hub:
         online = run_python(code, HF_ENDPOINT=hub.url)
@@ -57,7 +57,7 @@ def test_from_the_hub_and_offline(run_python, paths, bundle_dir, tmp_path):
 
 @pytest.mark.parametrize(("layout", "strategy"), [("csf", "dense"), ("dense", "staged"), ("csf", "staged")])
 def test_copies_that_are_not_needed_are_gone(paths, monkeypatch, layout, strategy):
-    """Compressed scales once they are decoded, dense ones once they are compressed, and headers in any case."""
+    """Compressed scales after decoding, dense ones after compressing, and headers in any case."""
     passing, kept = [], []
 
     def watch(module, name: str, into: list) -> None:
@@ -94,7 +94,8 @@ def test_copies_that_are_not_needed_are_gone(paths, monkeypatch, layout, strateg
 
 
 def write_large(root: Path, bundle) -> int:
-    """Compressed experts of 5 layers, a shard of 113 MB each, alike but for names, and all else; bytes of a shard."""
+    """Write compressed experts of 5 layers, each in a shard of 113 MB, equal except for names, and everything else.
+    Returns the bytes of a shard."""
     hidden, inner, num_experts, layers = 1024, 512, 128, 5
     sizes = {"num_experts": num_experts, "hidden_size": hidden, "moe_intermediate_size": inner}
     options = {**COMMON, **ARCHITECTURES["qwen3_moe"], **sizes, "num_hidden_layers": layers}

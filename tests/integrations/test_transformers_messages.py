@@ -1,4 +1,4 @@
-"""The words of messages that test_transformers_faults.py does not have."""
+"""The words of messages that are not in test_transformers_faults.py."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_compressing_settles_no_contradiction(replicas, tmp_path, what):
 
 
 def test_layers_of_other_formats_are_left_as_they_are(replicas, tmp_path):
-    """INT8 beside NVFP4: no fault of the scales that are compressed, and inspect says what cannot be loaded."""
+    """INT8 beside NVFP4 does not affect the compression of scales, and inspect says what cannot be loaded."""
     content = read_tensors(replicas(DENSE))
     content |= {"lm_head.weight": torch.ones(128, 128, dtype=torch.int8), "lm_head.weight_scale": torch.ones(128, 1)}
     config = json.loads((replicas(DENSE) / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Two and four processes on the CPU (gloo), tensor and expert parallel, give what one process gives."""
+"""Two and four processes on the CPU (gloo), with tensor and expert parallelism, give the results of one process."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ def test_two_processes_give_the_result_of_one(bundle, bundle_dir, tmp_path):
         model = load(path, "staged")
         block, logits = model.model.layers[-1].mlp(hidden_states(128)).float(), model(torch.tensor([tokens])).logits[0]
         for mode, shapes in (
-            ("tp", [[8, 64, 64], [8, 64, 8], [8, 128, 2]]),  # gate's half, then up's; down by columns
+            ("tp", [[8, 64, 64], [8, 64, 8], [8, 128, 2]]),  # half of gate, then half of up; down by columns
             ("ep", [[4, 128, 64], [4, 128, 8], [4, 128, 4]]),
         ):
             assert results[0][f"{mode}{path}staged"] == results[0][f"{mode}{path}dense"]
             got_shapes, got_block, got_logits = results[0][f"{mode}{path}staged"]
             assert got_shapes == shapes
-            # Two partial sums are rounded to bf16, and then their sum: 3 roundings more.
+            # Two partial sums are rounded to bf16, and then their sum: 3 more roundings.
             tolerance = 3 * 2**-8 * float(block.abs().max())
             torch.testing.assert_close(torch.tensor(got_block), block, atol=tolerance, rtol=0)
-            # Where a router is near a tie, that may be enough to send a token to another expert: not often.
+            # If a router is close to a tie, that may send a token to another expert, but not often.
             far = (torch.tensor(got_logits) - logits.float()).abs().amax(1) > 0.3
             assert far.sum() <= 3, f"{mode}: {far.sum()} of {len(far)} tokens"
     assert "model that one process holds whole" in results[0]["tpsave"]
@@ -126,14 +126,14 @@ torch.distributed.destroy_process_group()
 
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256}
 WIDE_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
-"""Sizes that four processes can cut, in pairs of 16 columns."""
+"""Sizes that can be cut for four processes, in pairs of 16 columns."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_kind_on_several_processes(bundle, bundle_dir, tmp_path, size):
     """Linear layers cut by columns and by rows, with biases and AWQ's scales, in NVFP4 and in FP8; experts in every
-    layout, cut or dealt out; strategies in turns."""
+    layout, cut or distributed; with alternating strategies."""
     pytest.importorskip("accelerate", reason="needs accelerate, without which transformers has no parallel loads")
     tokens, jobs, paths = (torch.arange(24) * 7 % 128).tolist(), [], {}
     for i, (name, kind) in enumerate(KINDS.items()):
@@ -161,7 +161,7 @@ def test_every_kind_on_several_processes(bundle, bundle_dir, tmp_path, size):
 
 
 def run_ranks(code: str, world_size: int, directory: Path, **environment: str) -> list[dict]:
-    """What each rank of a script printed as its last line, as JSON."""
+    """The last line that each rank of a script printed, read as JSON."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What `quantize` makes of whole models of many architectures loads, and runs as its tensors say."""
+"""Models of many architectures, quantized by `quantize`, load and compute what their tensors say."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, tuple[dict, int, int]] = {
     # Its in_proj, of 552 rows, is left alone; and its own code initializes weights of modules inside others.
     "nemotron_h": ({**MAMBA, "num_hidden_layers": 3, "hybrid_override_pattern": "M*-"}, 7, 0),
 }
-"""Changes to the config, and how many linear layers and layers of experts are quantized."""
+"""By architecture: changes to the config, and how many linear layers and layers of experts are quantized."""
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
@@ -104,7 +104,7 @@ def write_bf16(
 
 
 def write_floats(source: Path, quantized: Path, root: Path) -> None:
-    """The model of ``source`` in float32, with what the tensors of ``quantized`` stand for."""
+    """Write the model of ``source`` in float32, with the values that the tensors of ``quantized`` represent."""
     write_model(source, dequantized_tensors(read_tensors(source), quantized), root)
 
 

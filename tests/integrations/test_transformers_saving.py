@@ -47,7 +47,7 @@ def test_saved_as_it_was(bundle, tmp_path, architecture, layout):
 
 @pytest.mark.parametrize("layout", ["csf", "dense"])
 def test_compressed_tensors_saved_as_it_was(bundle, tmp_path, layout):
-    """Divisors too: taken from what was read, not as the reciprocal of a reciprocal."""
+    """Divisors are saved as they were read, not as the reciprocal of a reciprocal."""
     modelopt = write_checkpoints(tmp_path / "modelopt", "glm4_moe", input_scale=0.013)
     paths = write_compressed_tensors(tmp_path, modelopt["dense"])
     load(paths[layout], "fused").save_pretrained(tmp_path / "saved")
@@ -100,7 +100,7 @@ def test_planes_that_stayed_dense_stay_so(bundle, tmp_path):
 
 
 def test_input_scales_that_some_experts_lack(bundle, tmp_path):
-    """As where calibration sent an expert nothing: the others' are saved."""
+    """As if calibration sent no tokens to an expert; those of the others are saved."""
     paths = write_checkpoints(tmp_path, "qwen3_moe", input_scale=0.01)
     tensors = read_tensors(paths["csf"])
     for projection in ("gate_proj", "up_proj"):
@@ -113,7 +113,7 @@ def test_input_scales_that_some_experts_lack(bundle, tmp_path):
 
 
 def test_layers_that_were_never_quantized_stay_so(bundle, tmp_path):
-    """One layer's experts NVFP4, the other's bfloat16: transformers loads and saves these itself."""
+    """One layer's experts are NVFP4, and the other's bfloat16, which transformers loads and saves itself."""
     write_bf16(tmp_path / "bf16", "mixtral")
     quantize(tmp_path / "bf16", tmp_path / "dense", include=["*.experts.*"], exclude=["*layers.0.*"])
     compress(tmp_path / "dense", tmp_path / "csf")
@@ -137,7 +137,7 @@ def test_layers_that_were_never_quantized_stay_so(bundle, tmp_path):
 )
 @pytest.mark.parametrize("layout", ["csf", "dense"])
 def test_layers_for_further_tokens_are_left_out(bundle, tmp_path, architecture, copied, left_out, layout):
-    """Published checkpoints have them, transformers' models do not: neither loaded nor, then, saved or named."""
+    """Published checkpoints have them, but transformers' models do not, so they are not loaded, saved or named."""
     paths = write_checkpoints(tmp_path, architecture)
     tensors = read_tensors(paths["bf16"])
     for name in [name for name in tensors if name.startswith(copied)]:

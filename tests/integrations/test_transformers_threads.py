@@ -1,4 +1,4 @@
-"""A model called from several threads, as behind a web server: the logits of calls one after the other."""
+"""A model that is called from several threads, as behind a web server, gives the logits of consecutive calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkpoint(bundle, tmp_path_factory):
 
 
 def count_wrong(model, prompts: list[torch.Tensor], expected: list[torch.Tensor], own_streams: bool) -> int:
-    """Of 50 forwards in each of 8 threads, every thread with its own prompt."""
+    """How many of 50 forwards in each of 8 threads are wrong; every thread has its own prompt."""
 
     @torch.no_grad()
     def work(i: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What `from_pretrained` has compiled ahead."""
+"""What `from_pretrained` compiles ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models: each published kind of checkpoint loads, runs right, compresses, restores and saves."""
+"""Whole models: each published kind of checkpoint can be loaded, run, compressed, restored and saved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def replicas(bundle, tmp_path_factory):
-    """By kind: "dense", "csf", and "float", what they stand for."""
+    """By kind: "dense", "csf", and "float", the values that these represent."""
     made: dict[str, dict[str, Path]] = {}
 
     def get(name: str) -> dict[str, Path]:
@@ -104,7 +104,7 @@ def test_saved_and_loaded_again(replicas, name, form, tmp_path):
 
 @every_kind
 def test_quantized_activations_layer_by_layer(replicas, name):
-    """W4A4 in every kind: each layer's output is the product of what it was given, quantized by a reference."""
+    """W4A4 in every kind: each layer's output is the product of its input, quantized by a reference."""
     kind, paths = KINDS[name], replicas(name)
     model = load(paths["csf"], activation_format="nvfp4_dynamic", model_class=kind.model_class)
     floats, seen = read_tensors(paths["float"]), []
@@ -119,7 +119,7 @@ def test_quantized_activations_layer_by_layer(replicas, name):
     def check_experts(layer: str, module: torch.nn.Module, given: tuple, out: torch.Tensor) -> None:
         weights = [[floats[f"{layer}.{e}.{n}_proj.weight"] for n in GLU] for e in range(module.num_experts)]
         expected = experts_product(*given, weights, None)
-        # Where a sum is near a tie, it may round the other way, and a quantized activation with it.
+        # If a sum is close to a tie, it may round the other way, and so may a quantized activation.
         assert (out == expected).float().mean() > 0.99 and cosine(out, expected) > 1 - 1e-6
         seen.append(layer)
 
@@ -140,7 +140,7 @@ def test_activations_cast_to_bytes_are_no_activations():
 
 @pytest.mark.parametrize("form", ["dense", "csf"])
 def test_compiles_in_one_graph(replicas, form):
-    """Before anything was called, too."""
+    """Even before anything was called."""
     model = load(replicas("h_biases_and_tied")[form])
     torch.compiler.reset()
     compiled = torch.compile(lambda ids: model(ids).logits, fullgraph=True, backend="aot_eager")
@@ -192,8 +192,8 @@ def test_calibrated_activations_are_those_of_a_reference(bundle, tmp_path, name)
     model = load(paths["dense"])
     assert all(layer.input_global is not None for layer in nvfp4_linears(model) if layer.activation_format is None)
     found = logits_of(model)
-    # Both round each layer's float sums to bf16; few of them, near a tie, differently.
+    # Both round each layer's float sums to bf16; a few that are close to a tie are rounded differently.
     assert (found == expected).float().mean() > 0.9 and cosine(found, expected) > 1 - 1e-6
-    # The bound tells: without quantized activations, or with them everywhere, logits are elsewhere.
+    # The bound is tight enough: without quantized activations, or with them everywhere, logits exceed it.
     for other in ("bf16", "nvfp4_dynamic"):
         assert cosine(logits_of(load(paths["dense"], activation_format=other)), expected) < 0.9999

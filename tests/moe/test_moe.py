@@ -1,4 +1,5 @@
-"""The MoE forward against float64, and compressed scales that give the bits of dense ones, however they are read."""
+"""`moe_forward` compared with float64, and compressed scales that give the same bits as dense ones, however they are
+read."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def check_weight_only(bundle, experts, call) -> None:
 
 
 def check_quantized(bundle, experts, call) -> None:
-    """Close to float64 with the same roundings to four bits: a few of them fall the other way, from sums in float32."""
+    """Compare with float64 with the same roundings to four bits, a few of which go the other way because of float32
+    sums."""
     out = bundle.moe_forward(experts, *call).double()
     expected, magnitude = reference(experts, *call, quantized=True)
     assert float((out - expected).norm()) <= 0.01 * float(expected.norm())
@@ -37,7 +39,7 @@ def check_quantized(bundle, experts, call) -> None:
 
 
 def calibrated(device: str, per_expert: bool) -> dict[str, torch.Tensor]:
-    """Input globals that reach 448 * 6 / 256 = 10.5 for the hidden states, and eight times that inside."""
+    """Input globals whose range is 448 * 6 / 256 = 10.5 for the hidden states, and eight times that inside."""
     factor = torch.full((NUM_EXPERTS,) if per_expert else (), 2.0**-8, device=device)
     if per_expert:
         factor *= torch.linspace(1, 2, NUM_EXPERTS, device=device)
@@ -108,7 +110,8 @@ def test_real_shapes(bundle, model):
 @every_format
 @pytest.mark.parametrize("num_tokens", [0, 1, 8, 9, 40])
 def test_compressed_scales_give_the_bits_of_dense_ones(bundle, device, activation_format, num_tokens):
-    """Batched and grouped calls, both strategies and the rule's, one stack compressed or two, a scratch or none."""
+    """Batched and grouped calls, both strategies and the default, one or two compressed stacks, with and without a
+    scratch."""
     options = {"activation_format": activation_format}
     experts = make_experts(bundle, device)
     staged = compressed(bundle, experts)
@@ -194,7 +197,7 @@ def test_whether_expanded_scales_are_used(bundle):
 
 
 def test_the_rules_change_once(bundle):
-    """Few tokens fused and many staged; few rows batched and many grouped; the call that the rule names is taken."""
+    """Few tokens are fused and many staged; few rows are batched and many grouped; calls follow the rule."""
     moe = importlib.import_module(f"{bundle.__name__}.moe.layer")
     most = moe.FUSED_MAX_TOKENS
     assert [moe.choose_strategy(n, True) for n in (1, most, most + 1, 10**6)] == ["fused", "fused", "staged", "staged"]
@@ -278,7 +281,7 @@ def test_experts_that_do_not_fit_together(bundle):
 
 @pytest.mark.parametrize("activation_format", [None, "bf16"])
 def test_results_have_no_gradient(bundle, activation_format):
-    """A CPU could make up one, wrong where activations are quantized; kernels make none."""
+    """A CPU could compute one, which would be wrong if activations are quantized; kernels do not."""
     hidden, index, weights = make_call("cpu", 3, 2)
     call = (hidden.requires_grad_(), index, weights.requires_grad_())
     assert not bundle.moe_forward(make_experts(bundle, "cpu"), *call, activation_format=activation_format).requires_grad
@@ -305,7 +308,7 @@ def test_compiles_in_one_graph(bundle, device, strategy, num_tokens):
 @pytest.mark.parametrize("strategy", ["dense", "staged", "fused"])
 @pytest.mark.parametrize("num_tokens", [1, 17, 600])
 def test_a_graph_follows_its_routing(bundle, activation_format, strategy, num_tokens):
-    """Captured once, replayed with other tokens and routing, allocating nothing."""
+    """It is captured once, and replayed with other tokens and routing, without allocating."""
     dense = make_experts(bundle, "cuda")
     given = dense if strategy == "dense" else compressed(bundle, dense)
     options = {"activation_format": activation_format, "strategy": None if strategy == "dense" else strategy}

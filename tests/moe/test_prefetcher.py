@@ -1,4 +1,4 @@
-"""`ScalePrefetcher`: on a model of streams that knows what happens before what, and on real ones that are delayed."""
+"""`ScalePrefetcher`, on a model of streams that tracks the order of operations, and on real streams with delays."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ GPU = SimpleNamespace(type="cuda")
 
 
 class Machine:
-    """`torch.cuda` with streams, events and a graph capture, of which only order is modelled.
+    """A model of `torch.cuda` with streams, events and a graph capture, which tracks only the order of operations.
 
-    A stream or event holds the set of operations that come before whatever is launched behind it. Every access of a
-    scratch must come after those that it conflicts with.
+    A stream or event has the set of operations that come before everything that is launched after it. Every access of a
+    scratch has to come after those with which it conflicts.
     """
 
     def __init__(self) -> None:
         self.operations = 0
-        self.writes, self.reads, self.content = {}, {}, {}  # by scratch: operations since, and the layer it holds
+        self.writes, self.reads, self.content = {}, {}, {}  # by scratch: operations, and the layer that it holds
         self.captures = 0
 
         class Stream:
@@ -76,7 +76,7 @@ class Machine:
         self.operations += 1
 
     def begin_capture(self, streams: list) -> list:
-        """Two streams of a capture, the second forked off the first. Replays come after all that `streams` hold."""
+        """Two streams of a capture, the second forked from the first. Replays come after everything in `streams`."""
         self.captures += 1
         self.begin = self.operations
         self.before = self.current, dict(self.writes), {name: set(own) for name, own in self.reads.items()}
@@ -93,7 +93,7 @@ class Machine:
         self.interrupt_capture(captured, side)
 
     def interrupt_capture(self, captured: list, side) -> None:
-        """Nothing of it has run: eager operations meet what was there before."""
+        """None of it has run, so eager operations see the state from before."""
         self.current, self.writes, self.reads, self.content = self.before
         for stream in (*captured, side):
             stream.capture = 0
@@ -129,7 +129,7 @@ def make_layers(addresses: list[int]) -> list[SimpleNamespace]:
 
 @pytest.fixture
 def machine(bundle, monkeypatch):
-    """The bundle's scratches and prefetcher on a `Machine`, layers' work replaced by the accesses that it makes."""
+    """The bundle's scratches and prefetcher on a `Machine`, with the work of layers replaced by its accesses."""
     machine = Machine()
     prefetch, scratch = (importlib.import_module(f"{bundle.__name__}.moe.{name}") for name in ("prefetch", "scratch"))
     scratches: dict[int, object] = {}
@@ -164,8 +164,8 @@ def machine(bundle, monkeypatch):
 @pytest.mark.parametrize("addresses", [[0] * NUM_LAYERS, [0, 64] * (NUM_LAYERS // 2)], ids=["one", "two"])
 @pytest.mark.parametrize("seed", range(20))
 def test_every_order_of_calls_is_free_of_races(bundle, machine, addresses, seed):
-    """1,000 random steps of two streams, captures among them; every call must run, and none may wait where CUDA lets
-    nobody."""
+    """1,000 random steps of two streams, including captures. Every call has to run, and none may wait where CUDA
+    forbids it."""
     chooser = random.Random(seed)
     layers = make_layers(addresses)
     prefetcher = bundle.ScalePrefetcher(layers)
@@ -228,7 +228,7 @@ def test_two_scratches_overlap_a_layer_with_the_next_expansion(bundle, machine):
 
 
 def test_prefetches_stay_on_their_side_of_a_capture(bundle, machine):
-    """Inside, what was prefetched outside is not there, and the other way round: calls decode."""
+    """What was prefetched outside is not used inside, and the other way round: calls decode."""
     prefetcher = bundle.ScalePrefetcher(make_layers([0, 0]))
     assert prefetcher.prefetch(0, 1) is True
     eager = machine.current
@@ -236,7 +236,7 @@ def test_prefetches_stay_on_their_side_of_a_capture(bundle, machine):
     before = machine.operations
     prefetcher.forward(0, [0])
     assert machine.operations == before + 2, "decoded and read"
-    prefetcher.discard()  # not the capture's to give up
+    prefetcher.discard()  # the capture must not discard it
     assert prefetcher.prefetch(1, 1) is True
     prefetcher.forward(1, [0])
     machine.end_capture(captured, prefetcher._side)
@@ -246,7 +246,7 @@ def test_prefetches_stay_on_their_side_of_a_capture(bundle, machine):
 
 
 def test_one_stream_alone_uses_a_scratch_in_a_capture(bundle, machine):
-    """What another one of it would prefetch is not, and what it calls decodes into other memory."""
+    """Prefetches of another stream of the capture are not made, and its calls decode into other memory."""
     prefetcher = bundle.ScalePrefetcher(make_layers([0, 0]))
     eager = machine.current
     captured = machine.begin_capture([eager, prefetcher._side])
@@ -282,7 +282,7 @@ def test_which_scratches_are_refused(bundle, machine):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_scratches", [1, 2])
 def test_real_layers_in_any_order(bundle, device, num_scratches):
-    """Prefetched, plain and fused calls; on a GPU 1,000 of them, by two streams, with delays anywhere."""
+    """Prefetched, plain and fused calls; on a GPU 1,000 of them, on two streams, with delays anywhere."""
     dense, layers = make_stack(bundle, device, num_scratches)
     call = make_call(device, 17, 2)
     expected = [bundle.moe_forward(experts, *call, activation_format="bf16") for experts in dense]
@@ -312,14 +312,14 @@ def test_real_layers_in_any_order(bundle, device, num_scratches):
 
 
 def make_stack(bundle, device: str, num_scratches: int):
-    """Dense layers, and the same compressed, which take the scratches in turns."""
+    """Dense layers, and the same layers compressed, which alternate between the scratches."""
     dense = [make_experts(bundle, device, seed) for seed in range(3)]
     scratches = [make_scratch(dense[0]) for _ in range(num_scratches)]
     return dense, [compressed(bundle, experts, scratch=scratches[i % num_scratches]) for i, experts in enumerate(dense)]
 
 
 def delay(chooser: random.Random, stream, prefetcher) -> None:
-    """Sometimes, hold up the caller's stream or the side stream."""
+    """Sometimes delay the caller's stream or the side stream."""
     if stream is not None and chooser.random() < 0.2:
         with torch.cuda.stream(chooser.choice([stream, prefetcher._side])):
             torch.cuda._sleep(chooser.choice([20_000, 400_000]))
@@ -337,7 +337,7 @@ def test_what_the_prefetcher_refuses(bundle):
     for beyond in (-1, 4):
         with pytest.raises(IndexError, match=f"i_layer must be 0 to 3, got {beyond}"):
             prefetcher.prefetch(beyond, 3, "staged")
-    for other in (2, 3):  # these read no scratch, and are in nobody's way
+    for other in (2, 3):  # these read no scratch, so they do not affect others
         assert prefetcher.prefetch(other, 3, "staged") is False
         assert torch.equal(prefetcher.forward(other, *call, **options), expected)
     with pytest.raises(ValueError, match="top_k_weights"):
@@ -377,7 +377,7 @@ def test_a_late_side(bundle, late, num_scratches):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_scratches", [1, 2])
 def test_a_captured_stack_with_its_side_stream(bundle, num_scratches):
-    """All layers captured with their prefetches, replayed with other routing, allocating nothing."""
+    """All layers are captured with their prefetches, and replayed with other routing, without allocating."""
     dense, layers = make_stack(bundle, "cuda", num_scratches)
     prefetcher = bundle.ScalePrefetcher(layers)
     call = make_call("cuda", 17, 2)
@@ -400,7 +400,7 @@ def test_a_captured_stack_with_its_side_stream(bundle, num_scratches):
         run()
     torch.cuda.current_stream().wait_stream(stream)
     captured = []
-    for _ in range(2):  # one after the other, by one prefetcher
+    for _ in range(2):  # one after the other, with the same prefetcher
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured.append((graph, run()))

@@ -1,4 +1,4 @@
-"""Routing in one launch or three: interpreted against numpy, and on a GPU."""
+"""Routing in one or three launches: interpreted and compared with numpy, and on a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_the_kernels_take(bundle):
 
 
 def test_the_registered_op(bundle):
-    """What compiled code calls: its schema and shapes, on as many rows as torch sorts."""
+    """The op for compiled code: its schema and shapes, with as many rows as torch sorts."""
     pytest.importorskip("triton", reason="needs triton, which the kernel is written in")
     scheduling = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
     ids, num_experts, top_k = make_ids(scheduling.BLOCK * scheduling.MAX_BLOCKS + 1, 1, 9, torch.int64, "sentinels")

@@ -1,4 +1,4 @@
-"""Layers that share a scratch, called from several threads and streams: the bits of calls one after the other."""
+"""Layers that share a scratch, called from several threads and streams, give the same bits as consecutive calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def make_stack(bundle, device: str, num_scratches: int = 1):
-    """Layers with dense scales, and the same compressed, which take the scratches in turns."""
+    """Layers with dense scales, and the same layers compressed, which alternate between the scratches."""
     dense = [make_experts(bundle, device, seed, SHAPE) for seed in range(3)]
     scratches = [make_scratch(dense[0]) for _ in range(num_scratches)]
     return dense, [compressed(bundle, experts, scratch=scratches[i % num_scratches]) for i, experts in enumerate(dense)]
@@ -35,7 +35,8 @@ def make_calls(device: str) -> list:
 
 
 def run_in_threads(forward, dense_outputs, num_layers: int, device: str, own_streams: bool) -> int:
-    """How many outputs of `forward(i_layer, i_thread)` differ: 8 threads, 50 forwards each, layers in any order."""
+    """How many outputs of `forward(i_layer, i_thread)` are wrong, in 8 threads with 50 forwards each, and layers in any
+    order."""
 
     def work(i_thread: int) -> list:
         chooser = random.Random(i_thread)
@@ -83,7 +84,8 @@ def test_every_output_is_the_single_threaded_one(bundle, device, own_streams, st
 
 
 def test_ways_to_one_scratch_take_turns(bundle):
-    """Prefetched, staged by `moe_forward`, expanded by hand, and by another model's layers in a part of the memory."""
+    """Prefetched, staged by `moe_forward`, expanded explicitly, and used by another model's layers in a part of the
+    memory."""
     dense, layers = make_stack(bundle, "cpu")
     calls = make_calls("cpu")
     expected = [[bundle.moe_forward(experts, *call, **OPTIONS) for call in calls] for experts in dense]
@@ -103,7 +105,8 @@ def test_ways_to_one_scratch_take_turns(bundle):
 
 
 def test_a_prefetch_of_another_thread_is_no_error(bundle):
-    """It is used by whoever calls its layer; a call of another layer decodes its own, and the prefetch is lost."""
+    """Whoever calls the prefetched layer uses it. A call of another layer decodes its own scales, and the prefetch is
+    lost."""
     dense, layers = make_stack(bundle, "cpu")
     call = make_calls("cpu")[0]
     expected = [bundle.moe_forward(experts, *call, **OPTIONS) for experts in dense]
@@ -133,8 +136,8 @@ def test_a_call_that_fails_leaves_the_scratch_to_others(bundle, monkeypatch):
 
 
 def test_turns_belong_to_the_memory(bundle):
-    """Not to a tensor: views of one storage share them, copies and other storages do not. Nothing is kept for memory
-    that is gone, and experts are copied as before."""
+    """They do not belong to a tensor: views of one storage share them, copies and other storages do not. Nothing is
+    kept for memory that has been freed, and experts can be copied as before."""
     scratch = importlib.import_module(f"{bundle.__name__}.moe.scratch")
     memory = torch.empty(4096, dtype=torch.uint8)
     turns = scratch.scratch_of(memory)
@@ -150,8 +153,8 @@ def test_turns_belong_to_the_memory(bundle):
 
 
 def test_a_turn_lasts_until_the_last_read(bundle, monkeypatch):
-    """While one thread is between its GEMMs, another's call of the same scratch waits, and one of another scratch does
-    not."""
+    """While one thread is between its GEMMs, another thread's call with the same scratch waits, but not a call with
+    another scratch."""
     dense, layers = make_stack(bundle, "cpu", 2)
     call = make_calls("cpu")[1]
     module = importlib.import_module(f"{bundle.__name__}.moe.layer")
@@ -193,7 +196,7 @@ def test_a_turn_lasts_until_the_last_read(bundle, monkeypatch):
 
 @pytest.mark.gpu
 def test_streams_of_one_capture_do_not_meet_in_the_scratch(bundle):
-    """Two branches of a capture, and captures by turns on two streams."""
+    """Two branches of a capture, and alternating captures on two streams."""
     dense, layers = make_stack(bundle, "cuda")
     call = make_calls("cuda")[1]
     expected = [bundle.moe_forward(experts, *call, **OPTIONS) for experts in dense]
@@ -222,7 +225,7 @@ def test_streams_of_one_capture_do_not_meet_in_the_scratch(bundle):
 
 @every_device
 def test_compiled_code_does_not_take_turns(bundle, device):
-    """It decodes into memory of its own, at the same time as another thread's call uses the scratch."""
+    """It decodes into memory of its own while another thread's call uses the scratch."""
     dense, layers = make_stack(bundle, device)
     call = make_calls(device)[1]
     compiled = torch.compile(
@@ -238,7 +241,7 @@ def test_compiled_code_does_not_take_turns(bundle, device):
 
 
 def test_the_default_stream_is_a_stream(bundle, monkeypatch):
-    """Its handle is 0, which torch's `ExternalStream` takes for none, and gives another stream."""
+    """Its handle is 0, which torch's `ExternalStream` takes to mean that there is none, and returns another stream."""
     scratch = importlib.import_module(f"{bundle.__name__}.moe.scratch")
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))

@@ -1,4 +1,4 @@
-"""The main job: its totals, its report with and without a terminal, and that it cannot miss a wrong byte."""
+"""The demo: its totals, its report with and without a terminal, and that it cannot miss a wrong byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not demo.installed_weights(), reason=f"needs the
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Time stacks of a few planes only."""
+    """Only time stacks of a few planes."""
     monkeypatch.setattr(demo, "STACK_PLANES", 2)
     monkeypatch.setattr(demo, "TIMED_SECONDS", 0.0)
 
@@ -34,7 +34,7 @@ def report(devices=("cpu",), **console) -> tuple[bool, str]:
 
 
 def test_the_command_reports_the_totals_and_succeeds(bundle):
-    """As a program whose output goes into a file: `bundle` has set LOCAL_KERNELS for it."""
+    """As a program whose output goes to a file; `bundle` has set LOCAL_KERNELS for it."""
     command = [sys.executable, "-m", "finegrained_kernels", "demo", "--device", "cpu", "--no-model"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
@@ -109,7 +109,7 @@ def test_with_a_gpu_it_decodes_there_too(bundle, quick):
 
 
 def whole_model(monkeypatch) -> tuple[list[str], str]:
-    """The second half, on the small model that the package makes."""
+    """The second half of the demo, on the small model that the package makes."""
     pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
     monkeypatch.setattr(demo_model, "write_bf16", lambda _, directory: tiny_model.write(directory))
     out = io.StringIO()

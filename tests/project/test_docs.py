@@ -1,4 +1,4 @@
-"""Every command and every Python block of the documents runs, as a reader would type it, in a directory of its own."""
+"""Every command and every Python block of the documents runs as a reader would type it, in a separate directory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from model_hub import ModelHub
 DOCUMENTS = ["README.md", "CARD.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_COMMANDS = {"", "text", "plane", "fixed", "exceptions"}
-"""Fences of diagrams, and of the worked example in docs/format.md, which tests/test_csf_codec.py reads."""
+"""Kinds of blocks that are diagrams, or the worked example in docs/format.md, which tests/codec/test_csf_codec.py
+reads."""
 
 SHELL, PYTHON = {"bash", "sh", "console"}, {"python"}
 
 EXPERTS, LAYER = 128, 3
-"""What the Python of docs/checkpoints.md slices."""
+"""The number of experts and the layer in the Python code of docs/checkpoints.md."""
 
 
 def blocks(document: str, languages: set[str]) -> list[str]:
@@ -45,7 +46,7 @@ MAKE = [(document, line) for document, line in commands() if line.startswith("ma
 
 
 def bf16_model(root: Path) -> None:
-    """One expert layer in BF16, small rows of many experts."""
+    """One layer of many experts in BF16, with short rows."""
     generator = torch.Generator().manual_seed(0)
     tensors = {"model.embed_tokens.weight": torch.randn(16, 64, generator=generator).bfloat16()}
     for expert in range(EXPERTS):
@@ -65,14 +66,14 @@ def transformers_model(root: Path) -> None:
 
 
 def for_this_machine(code: str) -> str:
-    """On the CPU where there is no GPU."""
+    """`code`, changed to run on the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return code
     return code.replace('device="cuda"', 'device="cpu"').replace('.to("cuda")', '.to("cpu")')
 
 
 class Reader:
-    """Runs what a reader of one document runs, in a directory that holds the checkpoints the documents speak of, beside
+    """Runs what a reader of a document would run, in a directory with the checkpoints that documents mention, and with
     this repository's examples."""
 
     def __init__(self, home: Path, bundle_dir: Path, **environment: str) -> None:
@@ -118,7 +119,7 @@ def test_readme_begins_with_the_commands_that_ci_runs():
 
 @pytest.mark.parametrize(("document", "line"), MAKE, ids=[f"{document}: {line}" for document, line in MAKE])
 def test_make_knows_the_target(document, line):
-    """Make targets are not run from within `make test`: CI runs `test`, tests/test_demo.py what `demo` runs."""
+    """Make targets are not run inside `make test`: CI runs `test`, and tests/project/test_demo.py what `demo` runs."""
     result = subprocess.run([*line.partition("#")[0].split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -155,7 +156,7 @@ def test_python_blocks(bundle_dir, tmp_path, document):
 
 
 def test_checkpoints_document(bundle_dir, tmp_path):
-    """Its commands in their order, against a hub on the loopback, then its Python, on the CPU where there is no GPU."""
+    """Its commands in order, with a hub on the loopback, then its Python code, on the CPU if there is no GPU."""
     bf16_model(tmp_path / "model-bf16")
     lines = [line for document, line in commands() if document == "docs/checkpoints.md"]
     assert {line.split()[1] for line in lines} == {"compress", "verify", "inspect", "restore", "push", "quantize"}
@@ -171,7 +172,7 @@ def test_checkpoints_document(bundle_dir, tmp_path):
 
 
 def test_tutorial(bundle_dir, tmp_path):
-    """Its blocks in their order; what it shows of a plane is what its code prints."""
+    """Its blocks in order; the rows of a plane that it shows are those that its code prints."""
     pytest.importorskip("transformers", reason="needs transformers, the extra [transformers]")
     text = (ROOT / "docs" / "tutorial.md").read_text()
     reader = Reader(tmp_path, bundle_dir)
@@ -229,7 +230,7 @@ def test_the_guide_to_the_kernels_names_what_is_there():
 
 
 def test_the_oldest_python_is_the_same_everywhere():
-    """Which one that is, CI shows by running it."""
+    """CI shows which one that is by running it."""
     oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
     assert f"Python {oldest} or newer" in (ROOT / "README.md").read_text()
     workflow = ROOT / ".github" / "workflows" / "ci.yml"

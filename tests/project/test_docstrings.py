@@ -13,7 +13,8 @@ import finegrained_kernels
 
 
 def modules_of(package: ModuleType) -> list[str]:
-    """Names of a package's modules that can be imported here: kernels need triton, integrations what they integrate."""
+    """Names of a package's modules that can be imported here: kernels need triton, and integrations the package that
+    they integrate."""
     names = [package.__name__]
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         try:
@@ -26,7 +27,7 @@ def modules_of(package: ModuleType) -> list[str]:
 
 
 def run_examples(package: ModuleType) -> int:
-    """How many examples ran; fails if one does."""
+    """Run the examples. Returns how many there are; fails if one of them does."""
     attempted = 0
     for name in modules_of(package):
         result = doctest.testmod(importlib.import_module(name))
@@ -41,7 +42,7 @@ def test_host_package(bundle):
 
 @pytest.mark.kernels_ci
 def test_bundle(bundle):
-    """Also, importing any module of the bundle needs no GPU."""
+    """It also shows that no module of the bundle needs a GPU to be imported."""
     assert run_examples(bundle)
 
 

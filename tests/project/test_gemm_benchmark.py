@@ -1,4 +1,5 @@
-"""The kernels' benchmarks on small shapes, on a CPU: they check what they would time, and write promised columns."""
+"""The kernels' benchmarks on small shapes, on a CPU: they check results before timing, and write the promised
+columns."""
 
 from __future__ import annotations
 

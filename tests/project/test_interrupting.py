@@ -23,7 +23,7 @@ sys.addaudithook(hook)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as for a program that a terminal starts
 runpy.run_module("finegrained_kernels", run_name="__main__", alter_sys=True)
 """
-"""Runs the program, and presses Ctrl-C at an event that Python audits: an import, or a file that is opened."""
+"""Runs the program, and sends Ctrl-C at an event that Python audits: an import, or the opening of a file."""
 
 
 @pytest.mark.parametrize("module", ["finegrained_kernels.cli", "torch", "torch.nn.modules"])
@@ -69,7 +69,7 @@ main()
 
 @pytest.mark.parametrize("handler", ["default_int_handler", "SIG_IGN"])
 def test_when_all_is_done(handler):
-    """While Python ends, which takes torch a while; in a job in the background, which ignores Ctrl-C, in any case."""
+    """While Python exits, which takes a while with torch; and in a background job, which always ignores Ctrl-C."""
     program = AT_THE_END.format(handler=handler)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""What `make` sets up: when, with which torch, and for which Python; and what it says where it cannot."""
+"""What `make` sets up: when, with which torch, and for which Python; and what it says if it cannot."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PINNED = "torch==2.13.0"
 
 @pytest.fixture
 def ran(monkeypatch, tmp_path):
-    """`main()` of scripts/set_up.py with every command recorded instead of run: a function that returns what it says
-    and the commands."""
+    """A function that calls `main()` of scripts/set_up.py with every command recorded instead of run, and returns its
+    output and the commands."""
     commands = []
 
     def record(command, **options):
@@ -56,7 +56,8 @@ def test_an_environment_is_made_once(ran, capsys):
 
 
 def test_an_empty_torch_replaces_the_pinned_one(ran):
-    """README has `make demo TORCH=` after `make demo`: it must not go on with the torch that this installed."""
+    """README has `make demo TORCH=` after `make demo`, which must not continue with the torch that the latter
+    installed."""
     ran("--torch", PINNED)
     said, commands = ran()
     assert said is None
@@ -131,7 +132,7 @@ def test_ctrl_c_is_one_line(ran, monkeypatch):
 @pytest.mark.parametrize("settings", [(), ("PYTHON=python3",), ("TORCH=",)])
 def test_make_hands_over_what_it_was_told(settings):
     command = ["make", "--dry-run", "demo", *settings]
-    # Run by `make test`, make would take its settings, and say which directory it is in.
+    # Inside `make test`, make would inherit settings, and print its directory.
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTHON"))}
     result = subprocess.run(command, cwd=ROOT, env=clean, check=True, capture_output=True, text=True)
     line = result.stdout.splitlines()[0]

@@ -1,4 +1,5 @@
-"""The benchmarks of layers and models run from end to end on tiny ones, write the promised columns, and are plotted."""
+"""The benchmarks of layers and models, run from end to end on tiny ones, write the promised columns, and can be
+plotted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents' numbers and the figures come from the committed CSV files: written again, they are the same."""
+"""The numbers in documents and the figures come from the committed CSV files: written again, they are the same."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_rows_say_where_they_were_measured(path):
     with path.open(newline="") as file:
         header, *rows = csv.reader(file)
     assert rows
-    if path.name in ("kernel_resources.csv", "mutation_gpu.csv"):  # of compilation, and of faults that tests found
+    if path.name in ("kernel_resources.csv", "mutation_gpu.csv"):  # results of compilation, and of deliberate faults
         return
     assert ",".join(header) == MEASURED_COLUMNS + MORE_COLUMNS.get(path.name, "")
     conditions = CONDITIONS.get(path.name, ("warm", "cold", ""))
@@ -85,7 +85,7 @@ def test_rows_say_where_they_were_measured(path):
 
 
 def test_stored_bytes_are_those_of_the_encoder(bundle):
-    """The arithmetic on csf_decode.csv's bytes, held against what the encoder makes of a stack."""
+    """The arithmetic on the bytes in csf_decode.csv, compared with the encoder's result for a stack."""
     from numeric import make_stack
 
     planes, rows, cols = 3, 32, 40
@@ -126,7 +126,7 @@ CASES = tuple(measured.GEMMS)
 
 
 def fabricated(path: Path, rows: list[tuple], conditions: tuple[str, ...] = ("warm", "cold"), more: str = "") -> None:
-    """Rows in the columns of every result, for drawing only: they never leave the test."""
+    """Rows with the columns of every result, only for drawing; they never leave the test."""
     columns = (MEASURED_COLUMNS + more).split(",")
     kept = path.read_text() if path.exists() else ",".join(columns) + "\n"
     on = measured.Table("moe_layer")[0]
@@ -141,7 +141,7 @@ def fabricated(path: Path, rows: list[tuple], conditions: tuple[str, ...] = ("wa
 
 
 def test_what_is_drawn_once_there_are_results(tmp_path, monkeypatch):
-    """The parts whose files are not there yet work on files of the columns that their benchmarks write."""
+    """Parts whose files do not exist yet work with files that have the columns of their benchmarks."""
     pytest.importorskip("matplotlib", reason="needs matplotlib, which `make test` installs")
     import figures
 

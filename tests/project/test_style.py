@@ -1,4 +1,4 @@
-"""What linters do not check: sizes, star imports anywhere, options by environment variable, and what CI runs."""
+"""What linters do not check: sizes, star imports, options in environment variables, and what CI runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_bundle_has_no_options_in_the_environment():
 
 
 def steps(workflow: Path) -> list[str]:
-    """The commands of its `run:` steps, in YAML's two forms, without a YAML reader."""
+    """The commands of its `run:` steps, in both of YAML's forms, found without a YAML parser."""
     text = workflow.read_text()
     blocks = re.findall(r"^( *)(?:- )?run: \|\n((?:\1 +.*\n|\n)+)", text, re.MULTILINE)
     return re.findall(r"run: (?!\|)(.+)", text) + [block for _, block in blocks]
@@ -82,13 +82,13 @@ def test_workflows_may_only_read_unless_a_job_says_otherwise(path: Path):
 
 
 def test_tests_do_not_import_one_another():
-    """What several need is in tests/support, where it is no test that others depend on."""
+    """What several tests need is in tests/support, so no test depends on another."""
     importing = re.compile(r"^\s*(?:from|import) test_\w+", re.MULTILINE)
     assert not [path for path in (ROOT / "tests").rglob("*.py") if importing.search(path.read_text())]
 
 
 def test_benchmarks_do_not_import_one_another():
-    """What several measure is in modules that measure nothing: `HELPERS` of benchmarks/run.py."""
+    """What several benchmarks share is in modules that measure nothing: `HELPERS` in benchmarks/run.py."""
     folder = ROOT / "benchmarks"
     benchmarks = {path.stem for path in folder.glob("*.py")} - runpy.run_path(str(folder / "run.py"))["HELPERS"]
     importing = re.compile(rf"^(?:from|import) ({'|'.join(benchmarks)})\b", re.MULTILINE)

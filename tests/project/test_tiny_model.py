@@ -1,4 +1,4 @@
-"""The model to try things on: the same each time, and refused where it would overwrite something."""
+"""The model to try things on is the same each time, and is not written over anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints to attack, and what a refusal looks like."""
+"""Checkpoints to attack, and a check of what a refusal looks like."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def in_both_layouts(root: Path) -> Path:
 
 
 def another(root: Path, seed: int = 1, write=checkpoints.random_moe, config=checkpoints.MODELOPT_CONFIG) -> Path:
-    """A model of the same names, shapes, sizes and other files, with other weights."""
+    """A model with the same names, shapes, sizes and other files, but other weights."""
     return checkpoints.write_checkpoint(root, write(seed=seed), config, shard_of=checkpoints.by_layer)
 
 
@@ -44,7 +44,7 @@ def plain(*, seed: int = 0) -> checkpoints.Tensors:
 
 
 def sparse(path: Path, tensors: dict) -> None:
-    """A safetensors file of these entries (dtype, shape, bytes) whose data takes no room on the disk."""
+    """A safetensors file with these entries (dtype, shape, bytes) whose data takes no space on disk."""
     header, end = {}, 0
     for name, (dtype, shape, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}

@@ -1,4 +1,4 @@
-"""Small checkpoints of every kind, made on the spot: names, dtypes and files as in published ones."""
+"""Small checkpoints of every kind, made by tests, with names, dtypes and files as in published ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def scale_bytes(rows: int, cols: int, generator: torch.Generator, *, wild: bool = False) -> torch.Tensor:
-    """A plane of E4M3 bytes near a base a row, some far from it; all values alike if ``wild``, so that it grows."""
+    """A plane of E4M3 bytes, most of them near a base for each row; if ``wild``, all values are equally likely, so it
+    grows."""
     if wild:
         return torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
     base = torch.randint(0, 241, (rows, 1), generator=generator)
@@ -68,7 +69,7 @@ def nvfp4_module(name: str, n: int, k: int, generator: torch.Generator, *, wild:
 def moe_layer(
     layer: int, generator: torch.Generator, *, experts: int = 4, hidden: int = 64, inter: int = 64, prefix: str = PREFIX
 ) -> Tensors:
-    """Experts of one layer, its router and a norm; globals of gate and up differ."""
+    """Experts of one layer, with router and norm; globals of gate and up differ."""
     block = f"{prefix}.{layer}.mlp"
     tensors = {
         f"{block}.gate.weight": torch.randn(experts, hidden, generator=generator).bfloat16(),
@@ -82,7 +83,7 @@ def moe_layer(
 
 
 def random_moe(*, layers: int = 2, seed: int = 0, **options: int) -> Tensors:
-    """A quantized MoE of ``layers`` layers, with an embedding and a quantized layer that is no expert."""
+    """A quantized MoE of ``layers`` layers, with an embedding and a quantized layer that is not an expert."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {"model.embed_tokens.weight": torch.randn(96, 64, generator=generator).bfloat16()}
     for layer in range(layers):
@@ -92,7 +93,7 @@ def random_moe(*, layers: int = 2, seed: int = 0, **options: int) -> Tensors:
 
 
 def as_compressed_tensors(tensors: Tensors) -> Tensors:
-    """The same model as compressed-tensors stores it: other names, and globals that divide."""
+    """The same model as compressed-tensors stores it: with other names, and with divisors as globals."""
     renamed = {}
     for name, tensor in tensors.items():
         if name.removesuffix(".weight") + ".weight_scale" in tensors:
@@ -147,13 +148,14 @@ def random_qwen(dtype: torch.dtype) -> Tensors:
 
 
 def by_layer(name: str) -> str:
-    """A shard a layer, and one without experts."""
+    """One shard per layer, and one without experts."""
     layer = name.split(".")[2] if name.startswith(f"{PREFIX}.") else None
     return "model-00001-of-00003.safetensors" if layer is None else f"model-0000{int(layer) + 2}-of-00003.safetensors"
 
 
 def by_component(name: str) -> str:
-    """Scales, and what compressed ones consist of, in other shards than their weights, and apart from each other."""
+    """Scales, and the tensors of compressed scales, in other shards than their weights, and separate from each
+    other."""
     part = {"scale": 2, "exceptions": 3}.get(name.rsplit("_", 1)[-1], 1)
     return f"model-0000{part}-of-00003.safetensors"
 
@@ -191,7 +193,7 @@ def write_checkpoint(
 
 
 def reshard(root: Path, shard_of: Callable[[str], str]) -> None:
-    """Distribute the tensors of a sharded checkpoint anew, as tools that know nothing of compressed scales do."""
+    """Reshard a checkpoint like tools that know nothing about compressed scales."""
     index = json.loads((root / "model.safetensors.index.json").read_text())
     tensors = read_tensors(root)
     for shard in set(index["weight_map"].values()):
@@ -213,7 +215,7 @@ def edit_json(path: Path, change: Callable[[dict], object]) -> None:
 
 
 def read_tensors(root: Path) -> Tensors:
-    """All tensors of a directory, by plain safetensors."""
+    """All tensors of a directory, read with plain safetensors."""
     tensors = {}
     for path in sorted(root.rglob("*.safetensors")):
         tensors |= load_file(path)

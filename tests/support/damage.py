@@ -1,4 +1,4 @@
-"""Damage to small checkpoints, each a function of a checkpoint's directory."""
+"""Ways to damage small checkpoints; each is a function of a checkpoint's directory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def edit(name: str, change: Callable[[dict], object]) -> Change:
 
 
 def tensor(name: str, value: torch.Tensor | None, shard: str = SHARD) -> Change:
-    """Put a tensor in the place of another of that name; None takes it out."""
+    """Replace the tensor of this name; None removes it."""
 
     def change(root: Path) -> None:
         path = next(root.rglob(shard))
@@ -66,7 +66,7 @@ def tensor(name: str, value: torch.Tensor | None, shard: str = SHARD) -> Change:
 
 
 def header(change: Callable[[dict], object], shard: str = SHARD) -> Change:
-    """Change what a shard's header says, and none of its data."""
+    """Change a shard's header, but none of its data."""
 
     def changed(root: Path) -> None:
         path = next(root.rglob(shard))
@@ -85,12 +85,12 @@ def of_index(change: Callable[[dict], object]) -> Change:
 
 
 def listed(**places: str) -> Change:
-    """Add to what the index says of where tensors are."""
+    """Add entries to the index."""
     return of_index(lambda index: index["weight_map"].update(places))
 
 
 def layers(change: Callable[[dict], object]) -> Change:
-    """Change what config.json says of compressed layers."""
+    """Change what config.json says about compressed layers."""
     return edit("config.json", lambda config: change(config["quantization_config"]["quantized_layers"]))
 
 
@@ -133,14 +133,14 @@ def without_digest(**values: object) -> Callable[[dict], object]:
 
 
 def as_before(job: dict) -> None:
-    """A job of the schema that has no digest, with a file named twice."""
+    """A job of the schema without digests, with a file named twice."""
     del job["digest"], job["source_headers"]
     job["copied"][SHARD] = "0" * 64
     job["schema"] = BEFORE
 
 
 def twice(root: Path) -> None:
-    """The second shard's tensors in the first, too."""
+    """Put the second shard's tensors into the first, too."""
     save_file(load_file(root / FIRST) | load_file(root / SHARD), root / FIRST, {"format": "pt"})
 
 
@@ -149,7 +149,7 @@ def pipe(root: Path) -> None:
 
 
 def of_one_name(root: Path) -> None:
-    """Shards in folders, with one name."""
+    """Shards in different folders, with the same name."""
     for i, shard in enumerate((FIRST, SHARD)):
         (root / str(i)).mkdir()
         (root / shard).rename(root / str(i) / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Random experts, calls for them, and the MoE layer's float64 answer, written from the definition of NVFP4."""
+"""Random experts, calls for them, and the MoE layer's result in float64, written from the definition of NVFP4."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 7, 256, 192
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-# Codes begin above their midpoint, or, the even ones of 2, 4 and 6, at it: at the float32 after the one below.
+# A code begins just above the midpoint below it or, if it is even, at the midpoint, which is the float32 after the one
+# below.
 MIDPOINTS[1::2] = torch.nextafter(MIDPOINTS[1::2], torch.tensor(0.0))
 
 
@@ -29,9 +30,9 @@ def dequantize(packed: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor)
 
 
 def round_trip(values: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    """float64 rows `[S, K]` quantized to NVFP4 and back, under the scalar `factor`, or each row's own where None.
+    """float64 rows `[S, K]` quantized to NVFP4 and back, with the scalar `factor`, or each row's own if it is None.
 
-    In float32, an operation at a time, as the law has it: in bf16 rows ties are not rare.
+    It is done in float32, one operation at a time, like the law, because ties are not rare in bf16 rows.
     """
     values = values.float()
     six, limit = (torch.tensor(number, device=values.device) for number in (6.0, 2688.0))
@@ -47,12 +48,12 @@ def round_trip(values: torch.Tensor, factor: torch.Tensor | None) -> torch.Tenso
 
 
 def make_experts(bundle: ModuleType, device: str, seed: int = 0, shape: Shape = Shape(), **replaced):
-    """Random experts whose gate and up have global scales of their own."""
+    """Random experts whose gate and up have different global scales."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def quantized(rows: int, cols: int):
         packed, scales, factors = [], [], []
-        for _ in range(shape.num_experts):  # one at a time: real stacks in float32 would not fit
+        for _ in range(shape.num_experts):  # one at a time, because real stacks in float32 would not fit
             weight = torch.randn(rows, cols, generator=generator, device=device) * 0.05
             weight *= torch.rand(rows, 1, generator=generator, device=device) + 0.5
             for results, result in zip((packed, scales, factors), bundle.nvfp4_quantize_two_level(weight), strict=True):
@@ -101,7 +102,8 @@ def make_call(device: str, num_tokens: int, top_k: int, seed: int = 0, low: int 
 def reference(experts, hidden, index, top_k_weights, *, quantized: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 output, and the sum of magnitudes that bounds its rounding. `experts` have dense scales.
 
-    `quantized`: with the roundings of W4A4, activations to NVFP4 and the inner row to bf16 before it; else none at all.
+    `quantized`: with the roundings of W4A4: activations to NVFP4, and inner rows to bf16 before that; otherwise
+    without.
     """
     out = torch.zeros(hidden.shape, dtype=torch.float64, device=hidden.device)
     magnitude = torch.zeros_like(out)

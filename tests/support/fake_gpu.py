@@ -1,7 +1,7 @@
-"""The path of a GPU's calls without one: CPU tensors go the way of CUDA tensors, and binaries are stand-ins.
+"""Calls as on a GPU, but without one: CPU tensors are treated like CUDA tensors, and binaries are stand-ins.
 
-A stand-in writes, where its kernel writes results, four bytes that depend on every argument and on the first four bytes
-of everything it is pointed to. A call that launches with one wrong pointer, number or grid returns others.
+Where its kernel would write results, a stand-in writes four bytes that depend on every argument, and on the first four
+bytes at every pointer. So a call that launches with a wrong pointer, number or grid returns other bytes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ OUTPUTS = {
     "quantize_rows_kernel": ("packed_ptr", "scales_ptr", "operand_ptr"),
     "expand_rows_kernel": ("operand_ptr",),
 }
-"""Where kernels write: an argument, or a member of a group of them. Pointers, here addresses, are told from other
-integers by their size."""
+"""Where kernels write: an argument, or a member of a group of arguments. Pointers, which are addresses here, are
+distinguished from other integers by their size."""
 
 LEAST_ADDRESS = 1 << 32
 
@@ -42,7 +42,8 @@ def leaves(values: tuple) -> list:
 
 
 class FakeGPU:
-    """`ordinary` launches went through Triton, `direct` ones past it: the names of their kernels."""
+    """`ordinary` has the names of kernels that were launched through Triton, and `direct` of those launched without
+    it."""
 
     def __init__(self, bundle: ModuleType, patch: pytest.MonkeyPatch) -> None:
         self.ordinary: list[str] = []
@@ -101,7 +102,7 @@ class FakeGPU:
         self.plans = bundle_module("plans")
 
     def num_plans(self) -> int:
-        """Kinds of calls that are replayed."""
+        """The number of kinds of calls that are replayed."""
         signatures = self.plans._signatures.values()
         return sum(bool(kind.plan) for signature in signatures for kinds in signature.kinds.values() for kind in kinds)
 

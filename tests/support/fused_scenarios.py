@@ -1,6 +1,6 @@
-"""Scenarios of GEMMs on compressed scales: the dense result to the bit, and float64's within its error.
+"""Scenarios of GEMMs on compressed scales: results have the bits of dense ones, and are within the error of float64's.
 
-The scenarios are generated: every two values of two axes meet in one of them, unless `is_possible` says otherwise.
+The scenarios are generated so that every two values of two axes occur together, unless `is_possible` says otherwise.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ AXES = {
     "size": ((5, 9), (1, 1), (7, 3), (12, 2), (3, 75)),  # experts, tokens
     "shape": (  # output columns, K
         (48, 96),  # on the portable kernel, on every GPU
-        (80, 192), (16, 320),  # decoded into memory first by the tensor-core kernel
+        (80, 192), (16, 320),  # the tensor-core kernel decodes these into memory first
         (16, 128), (80, 384), (272, 640), (144, 2560), (32, 2816),
         (48, 4096), (80, 7168),  # decoded in slices
-        (32, 3200),  # long rows that have no equal parts
+        (32, 3200),  # long rows that cannot be divided into equal parts
         (16, 16000),  # and too long for shared memory
     ),
     "percent": (0, 0.2, 1, 5, 50, 100),
     "kind": ("ordinary", "any", "nan"),
     "output": ("own", "float32"),  # which hides less
 }  # fmt: skip
-TILES = (  # block_n, block_k, block_t, num_warps, num_stages, programs_per_sm, warpgroup and what else `Config` has
+TILES = (  # block_n, block_k, block_t, num_warps, num_stages, programs_per_sm, warpgroup and further fields of `Config`
     None,  # as the bundle chooses
     (64, 256, 8, 4, 3, 3, False),
     (64, 256, 8, 2, 2, 4, False),
@@ -57,24 +57,25 @@ TILES = (  # block_n, block_k, block_t, num_warps, num_stages, programs_per_sm, 
     (256, 128, 64, 8, 4, 1, True),
     (128, 128, 128, 8, 4, 1, True),
     (128, 128, 128, 4, 2, 2, True),
-    (64, 128, 8, 2, 4, 8, False, 128, 176, 2),  # two chunks asked for at a time
+    (64, 128, 8, 2, 4, 8, False, 128, 176, 2),  # two chunks requested at a time
     (64, 256, 8, 2, 2, 7, False, 144, 80),  # half of K 2560 decoded at a time
 )
 TOP_K = 2
 
 
 def has_tiles(depth: int) -> bool:
-    """Whether `TILES` are of the kernel that reads compressed scales of K `depth`."""
+    """Whether `TILES` belong to the kernel that reads compressed scales for K = `depth`."""
     return depth % 128 == 0 and depth < 16000
 
 
 def reads_compressed(depth: int) -> bool:
-    """Whether Hopper has a kernel that does."""
+    """Whether Hopper has a kernel that reads them."""
     return has_tiles(depth) or depth % 64 == 32
 
 
 def is_possible(choice: dict) -> bool:
-    """Of the axes chosen so far. Tiles are asked for only where there is a kernel that has them."""
+    """Whether the values chosen so far are possible together. Tiles are only chosen if there is a kernel that has
+    them."""
     tile = choice.get("tile")
     if tile is None:
         return True
@@ -83,9 +84,9 @@ def is_possible(choice: dict) -> bool:
 
 
 def pairwise(axes: dict[str, tuple], seed: int = 0) -> Iterator[dict]:
-    """Choices of a value an axis, until every possible pair of values of two axes was in one.
+    """Choices of one value per axis, until every possible pair of values of two axes has occurred.
 
-    Each begins with a pair that was not, and takes, axis by axis, the value that makes the most new pairs.
+    Each choice begins with a new pair, and takes, axis by axis, the value that makes the most new pairs.
     """
     rng = random.Random(seed)
 
@@ -122,8 +123,8 @@ def in_order(axes: dict[str, tuple]) -> list[dict]:
 
 
 def in_turn(axes: dict[str, tuple], count: int) -> list[dict]:
-    """`count` choices that take an axis' values one after the other, moved on by one whenever all have had their turn:
-    for what takes too long to see every pair."""
+    """`count` choices that go through each axis' values in order, shifted by one after each round. For tests that take
+    too long to see every pair."""
     return [{axis: values[(i + i // len(values)) % len(values)] for axis, values in axes.items()} for i in range(count)]
 
 
@@ -135,7 +136,7 @@ ON_GPU = in_order({**AXES, "tile": TILES})
 
 @dataclasses.dataclass
 class Problem:
-    """One scenario's tensors, its float64 answer, and the error that float32 sums may make."""
+    """One scenario's tensors, its float64 result, and the error that float32 sums may have."""
 
     args: tuple
     options: dict
@@ -191,7 +192,7 @@ def bits(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> list[torch.Tensor]
 
 
 def assert_within(out: torch.Tensor, problem: Problem) -> None:
-    """Within the bound, and NaN exactly where float64 is."""
+    """Check that results are within the bound, and NaN exactly where float64 is."""
     is_nan = problem.answer.isnan()
     assert torch.equal(out.isnan(), is_nan)
     error = (out.double() - problem.answer).abs()
@@ -219,7 +220,7 @@ def check_scenario(bundle, choice: dict, device: str) -> None:
 
 
 def check_every_byte(bundle, depth: int, percent: float, device: str) -> None:
-    """Weights are 1, and row c of the activations has one 1, in group c: a result is a scale."""
+    """Weights are 1, and row c of the activations has a single 1, in group c, so each result is a scale."""
     experts, rows, cols = 3, 272, depth // 16
     stack = make_coded_planes((experts, rows, cols), percent, "any", depth)
     scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry).to(device)
@@ -240,8 +241,8 @@ def check_every_byte(bundle, depth: int, percent: float, device: str) -> None:
 
 @contextlib.contextmanager
 def one_configuration(bundle, depth: int, tile: tuple | None) -> Iterator[list]:
-    """Dense scales get the configuration that compressed ones get, `tile` or else the bundle's choice. Yields the
-    scales that were decoded into memory."""
+    """Dense scales get the same configuration as compressed ones, `tile` or the bundle's choice. Yields the scales that
+    were decoded into memory."""
     plan, launch = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("smem_plan", "dispatch"))
     choose, decompress, decoded = launch.choose_config, launch.decompress_nvfp4_csf_scales, []
     fixed = None if tile is None else plan.with_strip(plan.Config(*tile), depth)
@@ -263,5 +264,5 @@ def on_portable_kernel(bundle) -> Iterator[None]:
     api, config, launch, plans = (importlib.import_module(f"{bundle.__name__}.{name}") for name in names)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "_run_on_device", lambda gemm: launch.run_on_gpu(gemm, config.PORTABLE))
-        patch.setattr(plans, "_is_planned", lambda tensor: False)  # no call of another kernel is made again
+        patch.setattr(plans, "_is_planned", lambda tensor: False)  # no call of another kernel is replayed
         yield

@@ -1,4 +1,4 @@
-"""Scenarios of the GEMMs, each with its float64 answer, dequantized and multiplied, and the error that it may have."""
+"""Scenarios of the GEMMs, each with its float64 result, dequantized and multiplied, and the error that is allowed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SCENARIOS = list(dict.fromkeys(BASE + PORTABLE + ROUTINGS + SHAPES + MANY_ROWS))
 
 
 def pairwise(scenarios: list[Scenario]) -> list[Scenario]:
-    """A few of `scenarios` in which every two values that meet in one of them still meet."""
+    """A few of `scenarios`, so that every two values that occur together in one of them still do."""
     pairs = {s: set(combinations(enumerate(astuple(s)), 2)) for s in scenarios}
     missing = set().union(*pairs.values())
     chosen = []
@@ -89,7 +89,7 @@ ON_CPU = pairwise([s for s in SCENARIOS if s.tokens < 100 and s.depth < 1000])
 
 @dataclass
 class Problem:
-    """One scenario's tensors, and its float64 answer with the error a float32 sum may make."""
+    """One scenario's tensors, and its float64 result with the error that a float32 sum may have."""
 
     args: tuple
     options: dict
@@ -112,9 +112,9 @@ def routing_ids(s: Scenario) -> torch.Tensor:
 
 
 class RoutedRows(NamedTuple):
-    """Of each output row: the expert, -1 for none, and the row of the activations that it reads."""
+    """For each output row: the expert, or -1 for none, and the row of the activations that it reads."""
 
-    ids: torch.Tensor  # as they come, int32
+    ids: torch.Tensor  # as passed to the call, int32
     expert: torch.Tensor
     source: torch.Tensor
 
@@ -128,7 +128,7 @@ def routed_rows(s: Scenario, device: str) -> RoutedRows:
 
 
 def routing_options(bundle, s: Scenario, rows: RoutedRows) -> dict:
-    """What tells the call its rows; nothing of one weight."""
+    """The call's routing arguments; none for a single weight."""
     if s.op == "2d":
         return {}
     if s.op == "batched":
@@ -140,7 +140,7 @@ def routing_options(bundle, s: Scenario, rows: RoutedRows) -> dict:
 
 
 def activations(bundle, reference, s: Scenario, a: torch.Tensor, rows: RoutedRows):
-    """(A, As, options, float64 value of each routed row's activations)."""
+    """(A, As, options, float64 values of each routed row's activations)."""
     sources = rows.source
     if s.activation.startswith("w4a16"):
         a = a.half() if s.activation.endswith("fp16") else a.bfloat16()
@@ -162,8 +162,8 @@ def activations(bundle, reference, s: Scenario, a: torch.Tensor, rows: RoutedRow
 
 
 def expert_sums(values: torch.Tensor, weight: torch.Tensor, row_expert: torch.Tensor):
-    """Float64 sums [S, halves, N] of each row with its expert's weights [E, halves, N, K], and what a sum of K float32
-    products may be off by when every addition is truncated: K * 2^-23 of the sum of magnitudes."""
+    """Float64 sums [S, halves, N] of each row with its expert's weights [E, halves, N, K], and the error that a sum of
+    K float32 products may have if every addition is truncated: K * 2^-23 of the sum of magnitudes."""
     sums = torch.zeros(len(values), *weight.shape[1:3], dtype=torch.float64, device=values.device)
     magnitudes = torch.zeros_like(sums)
     for expert in row_expert.unique().tolist():
@@ -221,7 +221,7 @@ def build(bundle, reference, s: Scenario, device: str) -> Problem:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors are born NaN, or 0xFF where they hold integers."""
+    """New tensors are filled with NaN, or with 0xFF if they hold integers."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # with `fill_uninitialized_memory`, on by default
     try:

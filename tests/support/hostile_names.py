@@ -18,7 +18,7 @@ from finegrained_kernels.checkpoint import CheckpointError, inspect, restore
 
 
 class Opened:
-    """Paths that this process opens, makes, moves or removes, from Python's own audit events: no code of ours."""
+    """Paths that this process opens, makes, moves or removes, recorded from Python's own audit events."""
 
     EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.link", "os.symlink", "os.truncate", "os.chmod")
 
@@ -52,7 +52,7 @@ PIECES = [
 
 
 def hostile_names(count: int, outside: Path) -> list[str]:
-    """Half of them certain to lead to a file that exists outside, the others of what confuses path code."""
+    """Half of the names lead to a file that exists outside; the others are made of what confuses path code."""
     rng = random.Random(16)
     certain = ["../victim.json", "sub/../../victim.json", "./../victim.json", f"{outside}/victim.json"]
     certain += [
@@ -63,7 +63,7 @@ def hostile_names(count: int, outside: Path) -> list[str]:
 
 
 def spoiled(small: Path, field: str, name: str) -> tuple[Path, bytes]:
-    """A file of a checkpoint, and its text with a name put in, with a digest that fits."""
+    """A file of a checkpoint, and its text with a name inserted and a digest that fits."""
     path = small / "csf_digests" / "job.json"
     if field == "index":
         path = small / "model.safetensors.index.json"

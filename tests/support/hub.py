@@ -1,7 +1,7 @@
-"""A stand-in for the kernels hub, on the loopback, that the real ``kernels.get_kernel`` talks to.
+"""A stand-in for the kernels hub, on the loopback, for the real ``kernels.get_kernel``.
 
-It answers the requests that kernels and huggingface_hub make to load one version of a kernel, with the headers they
-check: commit, ETag, length, and the error codes that tell an absent file from an absent repository.
+It answers the requests that kernels and huggingface_hub make to load one version of a kernel, with the headers that
+they check: commit, ETag, length, and the error codes that distinguish an absent file from an absent repository.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Repository:
         self.branches = ("main", f"v{version}")
 
     def tree(self, directory: str, recursive: bool) -> list[dict]:
-        """What lies in ``directory`` (``""`` is the top), and below it if ``recursive``."""
+        """What is in ``directory`` (``""`` is the top), and below it if ``recursive``."""
         prefix = f"{directory}/" if directory else ""
         entries = {}
         for path, content in self.files.items():
@@ -46,7 +46,7 @@ class Repository:
 
 
 class Hub:
-    """Serves repositories, by id, while used as a context manager; ``requests`` lists the paths that were asked for."""
+    """Serves repositories by id, as a context manager; ``requests`` lists the requested paths."""
 
     def __init__(self, repositories: dict[str, Repository], *, trusted: bool = True) -> None:
         self.repositories = repositories

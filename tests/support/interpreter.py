@@ -1,5 +1,5 @@
-"""What Triton's interpreter gets wrong before 3.9, put right: the pinned torch's build for GPUs brings 3.7. And what it
-does not look at: whose memory a kernel touches."""
+"""Corrects faults of Triton's interpreter before 3.9 (the pinned torch's build for GPUs comes with 3.7), and checks what
+the interpreter does not: in whose memory a kernel reads and writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class _Format(str):
-    """The name of a number format, as a text and, as Triton 3.7 wants it, with a ``value``."""
+    """The name of a number format: a text that also has a ``value``, as Triton 3.7 requires."""
 
     @property
     def value(self) -> str:
@@ -20,11 +20,11 @@ class _Format(str):
 
 class _Patched:
     def restore(self) -> None:
-        """Never: the process interprets to its end."""
+        """Do nothing: the process interprets until it ends."""
 
 
 def mend() -> None:
-    """To be called in a process whose Triton interprets, which is decided when Triton is imported."""
+    """Call it in a process in which Triton interprets, which is decided when Triton is imported."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter

@@ -1,7 +1,7 @@
 """Commands on checkpoints that are killed at random moments, and run again.
 
-A process that has loaded everything, and no thread yet, forks the runs that it kills: each would else take seconds.
-This module is that process's program, too.
+A process that has imported everything, but has no threads yet, forks the runs that it kills; otherwise, each would take
+seconds. This module is also that process's program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KILLS = 20
 
 def kill_and_repeat(name: str, source: Path, root: Path, **options: str) -> list[int]:
     """Kill the command `name` of `finegrained_kernels.checkpoint` KILLS times while it writes to `root / <number>`, and
-    run it again there each time. The number of files that had their names when each was killed: all were whole."""
+    run it again there each time. Returns how many files had their final names at each kill; all of them were whole."""
     command = [sys.executable, __file__, name, str(source), str(root), json.dumps(options)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -35,7 +35,7 @@ def kill_and_repeat(name: str, source: Path, root: Path, **options: str) -> list
 
 
 def forked(call: Callable[[], object]) -> int:
-    """A process that makes the call; it ends with 0, or with 1 if the call raises."""
+    """Fork a process that makes the call, and exits with 0, or with 1 if the call raises."""
     child = os.fork()
     if child == 0:
         try:
@@ -52,7 +52,7 @@ def status(child: int) -> int:
 
 
 def count_whole(destination: Path) -> int:
-    """How many files have their names; each of them can be read."""
+    """How many files have their final names; checks that each of them can be read."""
     finished = [path for path in destination.rglob("*") if path.is_file() and ".incomplete" not in path.parts]
     for path in finished:
         if path.suffix == ".safetensors":

@@ -1,4 +1,4 @@
-"""Entries of `expert_start` that are no sequence, and the rows of a result that they leave defined."""
+"""Entries of `expert_start` that are out of order, and the rows of a result that are still defined."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def make_problem(bundle, device: str = "cpu"):
 
 
 def check_rows(out: torch.Tensor, rows: dict[int, torch.Tensor]) -> None:
-    """`rows` are those of the result that are defined."""
+    """Check the rows of the result that are defined, `rows`."""
     for row, expected in rows.items():
         assert torch.allclose(out[row].double().cpu(), expected, rtol=2**-7, atol=2**-7), row
 
 
-STARTS = {  # rows that one expert alone owns, and those that none owns, behind the last entry
+STARTS = {  # with the rows that exactly one expert owns, or that are past the last entry and owned by none
     "too large": ([0, 2, 4, 9], {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}),
     "all too large": ([7, 8, 9, 10], {}),
     "negative": ([-3, 2, 4, 6], {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}),
@@ -36,7 +36,7 @@ STARTS = {  # rows that one expert alone owns, and those that none owns, behind 
 
 
 def check_expert_starts(bundle, device, name, indices):
-    """Rows that are owned as documented are right, and nothing outside is read or written."""
+    """Check that rows with one owner, as documented, are right, and that nothing outside is read or written."""
     x, packed, scales, factors, products = make_problem(bundle, device)
     entries, owners = STARTS[name]
     start = torch.tensor(entries, dtype=torch.int32, device=device)

@@ -1,4 +1,5 @@
-"""A stand-in for one model repository of the hub, on the loopback, that huggingface_hub uploads to and reads from."""
+"""A stand-in for one model repository of the hub, on the loopback, to which huggingface_hub uploads, and from which it
+reads."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ COMMIT = "c" * 40
 
 
 class ModelHub:
-    """One model repository: what huggingface_hub asks for to upload a folder and to read headers by range."""
+    """One model repository. It answers the requests of huggingface_hub for uploading a folder and reading headers by
+    range."""
 
     def __init__(self, repo_id: str = REPO) -> None:
         self.repo_id = repo_id

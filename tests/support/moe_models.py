@@ -55,7 +55,7 @@ ARCHITECTURES = {
 
 
 def write_bf16(root: Path, architecture: str, *, seed: int = 0, **changes) -> Path:
-    """A random model in bfloat16, as `save_pretrained` writes it. Wide enough that its tokens vary."""
+    """Write a random model in bfloat16, with `save_pretrained`. It is wide enough for its tokens to vary."""
     torch.manual_seed(seed)
     options = {**COMMON, **ARCHITECTURES[architecture], **changes}
     config = AutoConfig.for_model(architecture, **options)
@@ -70,7 +70,7 @@ def write_bf16(root: Path, architecture: str, *, seed: int = 0, **changes) -> Pa
 
 
 def write_checkpoints(root: Path, architecture: str, *, input_scale: float | None = None, **changes) -> dict[str, Path]:
-    """bf16, NVFP4 with dense scales, and with compressed ones: by "bf16", "dense", "csf"."""
+    """Write a model as "bf16", as NVFP4 with "dense" scales, and with compressed scales, "csf"."""
     paths = {name: root / name for name in ("bf16", "dense", "csf")}
     write_bf16(paths["bf16"], architecture, **changes)
     quantize(paths["bf16"], paths["dense"], include=["*.experts.*"], input_scale=input_scale)
@@ -79,7 +79,7 @@ def write_checkpoints(root: Path, architecture: str, *, input_scale: float | Non
 
 
 def write_compressed_tensors(root: Path, dense: Path) -> dict[str, Path]:
-    """The NVFP4 checkpoint ``dense`` as compressed-tensors has it, and compressed."""
+    """Write the NVFP4 checkpoint ``dense`` in the layout of compressed-tensors, dense and compressed."""
     config = json.loads((dense / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -96,7 +96,7 @@ def write_compressed_tensors(root: Path, dense: Path) -> dict[str, Path]:
 def load(
     path: Path, strategy: str = "auto", *, device: str = "cpu", model_class: type = AutoModelForCausalLM, **options
 ):
-    """`from_pretrained` with the plug-in, as its documentation says."""
+    """`from_pretrained` with the plug-in, as documented."""
     from finegrained_kernels.integrations.transformers import NVFP4CSFConfig
 
     config = NVFP4CSFConfig(
@@ -125,7 +125,8 @@ _EXPERT = re.compile(r".*layers\.(\d+)\..*experts\.(\d+)\.(gate_proj|up_proj|dow
 
 
 def reference_model(paths: dict[str, Path]):
-    """The float64 model whose expert weights are what NVFP4 stands for, from the dense checkpoint's tensors alone."""
+    """The float64 model whose expert weights are the NVFP4 values, computed from the dense checkpoint's tensors
+    alone."""
     model = AutoModelForCausalLM.from_pretrained(paths["bf16"], experts_implementation="eager").double()
     tensors = read_tensors(paths["dense"])
     for name, packed in tensors.items():

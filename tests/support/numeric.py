@@ -1,7 +1,7 @@
 """The numeric kit of the CSF tests: exact comparison, planes with a known compressed form, and an oracle.
 
-The oracle is numpy, written from docs/format.md alone. The bundle carries another one, in plain Python
-(``csf/reference.py``); tests hold the two against each other before they trust either.
+The oracle is written in numpy, from docs/format.md alone. The bundle has another one, in plain Python
+(``csf/reference.py``); tests compare the two before they trust either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POISON = 0xA5
 
 
 def to_numpy(data: torch.Tensor | np.ndarray | bytes) -> np.ndarray:
-    """Bytes as uint8, words as uint32, whatever tensor they come in."""
+    """Bytes as uint8 and words as uint32, whatever tensor they are in."""
     if isinstance(data, bytes):
         return np.frombuffer(data, np.uint8)
     if isinstance(data, torch.Tensor):
@@ -33,7 +33,8 @@ def to_numpy(data: torch.Tensor | np.ndarray | bytes) -> np.ndarray:
 def assert_same(
     actual: torch.Tensor | np.ndarray | bytes, expected: torch.Tensor | np.ndarray | bytes, name: str
 ) -> None:
-    """Equal in shape and in every bit; otherwise say where the first difference is, what was expected, and how many."""
+    """Check that shape and every bit are equal; otherwise say where the first difference is, what was expected, and how
+    many differ."""
     actual, expected = to_numpy(actual), to_numpy(expected)
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
@@ -63,10 +64,10 @@ class Stack:
 
 
 def make_stack(num_exceptions: list[int], num_rows: int, num_cols: int, seed: int) -> Stack:
-    """Random planes with exactly `num_exceptions[e]` exceptions each, compressed by the way they are made.
+    """Random planes with exactly `num_exceptions[e]` exceptions each, whose compressed form is known by construction.
 
-    A row with x exceptions holds x + 1 bytes `base` and x + 1 bytes `base + 15`. Every other window loses one of these
-    groups, and gains x bytes at most: `base` is the only best one. So a row has at most (C - 2) // 3 exceptions.
+    A row with x exceptions has x + 1 bytes `base` and x + 1 bytes `base + 15`. Every other window loses one of these
+    groups, and gains at most x bytes, so `base` is the only best one. A row has at most (C - 2) // 3 exceptions.
     """
     rng = np.random.default_rng(seed)
     shape = (len(num_exceptions), num_rows, num_cols)
@@ -101,7 +102,7 @@ def wire_fixed(bases: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def wire_words(plane: np.ndarray, outside: np.ndarray) -> np.ndarray:
-    """Exception words uint32 of the bytes of `plane [R, C]` where `outside` holds."""
+    """Exception words uint32 for the bytes of `plane [R, C]` where `outside` is true."""
     (position,) = outside.ravel().nonzero()
     return plane.ravel()[position].astype(np.uint32) * np.uint32(1 << 24) + position.astype(np.uint32)
 
@@ -109,10 +110,10 @@ def wire_words(plane: np.ndarray, outside: np.ndarray) -> np.ndarray:
 def oracle_encode(plane: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Fixed stream uint8 `[bytes]` and exception words uint32 `[X]` of a plane `[R, C]`: docs/format.md, "Encoding"."""
     values = to_numpy(plane)
-    # As bytes, values below a base wrap round to 16 or more, since no base is above 240.
+    # As bytes, values below a base wrap around to 16 or more, because no base is above 240.
     columns = np.ascontiguousarray(values.T)
     coverage = [(columns - np.uint8(base) < WINDOW).sum(0, dtype=np.uint32) for base in range(NUM_BASES)]
-    bases = np.argmax(coverage, axis=0)[:, None]  # argmax gives the first of equals
+    bases = np.argmax(coverage, axis=0)[:, None]  # argmax returns the first of equal maxima
     codes = values.astype(np.int64) - bases
     outside = (codes < 0) | (codes >= WINDOW)
     codes[outside] = 0
@@ -144,7 +145,7 @@ def oracle_decode(fixed: np.ndarray, words: np.ndarray, num_rows: int, num_cols:
 def oracle_swizzle(planes: torch.Tensor) -> np.ndarray:
     """Planes `[E, R, C]` as block-scaled MMA reads them, zero-padded to tiles of 128 x 4: uint8 `[E, bytes]`.
 
-    In its tile of 512 bytes, row r and column c are at `(r % 32) * 16 + (r // 32) * 4 + c`.
+    Row r, column c of a tile of 512 bytes is at `(r % 32) * 16 + (r // 32) * 4 + c`.
     """
     values = to_numpy(planes)
     num_planes, num_rows, num_cols = values.shape
@@ -173,7 +174,7 @@ def check_wire(actual: tuple, fixed: torch.Tensor, words: list[torch.Tensor]) ->
 
 
 def check_decode(bundle: ModuleType, stack: Stack):
-    """Prepare the stack's wire form and decode it: its planes, and the same wire form again."""
+    """Prepare the stack's wire form and decode it; the result is its planes, and the same wire form again."""
     scales = bundle.prepare_nvfp4_csf_scales(stack.fixed, stack.words, **stack.geometry)
     assert scales.shape == tuple(stack.planes.shape)
     decoded = bundle.decompress_nvfp4_csf_scales(scales)
@@ -184,16 +185,16 @@ def check_decode(bundle: ModuleType, stack: Stack):
 
 
 def check_codec(bundle: ModuleType, stack: Stack):
-    """The encoder gives exactly the stack's wire form, and that decodes to its planes."""
+    """Check that the encoder gives exactly the stack's wire form, and that it decodes to its planes."""
     check_wire(bundle.compress_nvfp4_csf_scales(stack.planes), stack.fixed, stack.words)
     return check_decode(bundle, stack)
 
 
 def make_coded_planes(shape: tuple[int, int, int], percent: float, kind: str, seed: int) -> Stack:
-    """Planes of any rate of exceptions, 0 to 100 %, made from their compressed form: no encoder has to find it.
+    """Planes with any rate of exceptions, 0 to 100 %, made from their compressed form, so no encoder has to find it.
 
-    kind: "ordinary" bytes, as trained weights have them; "any" byte but NaN, so also negative, zero and subnormal ones;
-    "nan": ordinary ones, but in three rows a plane, 0x7F and 0xFF from windows, and 0xFF as an exception.
+    kind: "ordinary" bytes, as in trained weights; "any" byte but NaN, including negative, zero and subnormal ones;
+    "nan": ordinary ones, but three rows per plane have 0x7F and 0xFF in windows, and 0xFF as an exception.
     """
     rng = np.random.default_rng(seed)
     wild = kind == "any"

@@ -11,7 +11,7 @@ UNUSED = (2, E - 1)
 
 
 def problem(bundle, device: str, cols: int, depth: int, swizzled: bool, gate: bool):
-    """Weights, activations and ids; the last two tokens' ids, and one of another's, are of no expert."""
+    """Weights, activations and ids. The ids of the last two tokens, and one of another token, belong to no expert."""
     torch.manual_seed(cols)
     rows = 2 * cols if gate else cols
     packed, scales, b_global = bundle.nvfp4_quantize_two_level(torch.randn(E, rows, depth, device=device))
@@ -22,7 +22,7 @@ def problem(bundle, device: str, cols: int, depth: int, swizzled: bool, gate: bo
 
 
 def poison(x, packed, scales, b_global, num_rows: int):
-    """The same with NaN or 0x7F in every row, expert and padding byte that is not used."""
+    """The same, with NaN or 0x7F in every row, expert and padding byte that is not used."""
     x, packed, scales, b_global = x.clone(), packed.clone(), scales.clone(), b_global.clone()
     x[-2:] = torch.nan
     unused = list(UNUSED)
@@ -43,7 +43,7 @@ def poison(x, packed, scales, b_global, num_rows: int):
 def check_unused_values(bundle, device, gate, activation_format, swizzled, cols, depth):
     x, packed, scales, b_global, ids = problem(bundle, device, cols, depth, swizzled, gate)
     start, gather, scatter = bundle.compute_grouped_scheduling(ids, E, TOP_K)
-    tail = torch.full((8,), 1 << 30, dtype=torch.int32, device=device)  # entries past E are read by nobody
+    tail = torch.full((8,), 1 << 30, dtype=torch.int32, device=device)  # nobody reads entries past E
     own_token = torch.arange(TOKENS * TOP_K, device=device) // TOP_K
     grouped = {"expert_start": torch.cat([start, tail]), "gather_idx": gather, "scatter_idx": scatter}
     batched = {"expert_ids": ids.flatten(), "gather_idx": own_token}

@@ -120,7 +120,8 @@ def modelopt_mixed() -> Published:
 
 
 def modelopt_dense(algorithm: str = "NVFP4", *, nested: bool = False) -> Published:
-    """(c), (f) A dense model, all linears but lm_head; its config in hf_quant_config.json alone, or nested."""
+    """(c), (f) A dense model, with all linear layers except lm_head; its config is only in hf_quant_config.json, or
+    nested."""
     make = _Maker()
     make.ends(head=make.plain)
     options = {"weight_only": algorithm == "NVFP4A16", "awq": algorithm == "NVFP4_AWQ"}
@@ -142,7 +143,7 @@ def modelopt_dense(algorithm: str = "NVFP4", *, nested: bool = False) -> Publish
 
 
 def fp8_attention() -> Published:
-    """(d) NVFP4 experts over a `quant_method` of FP8 in blocks, which attention has."""
+    """(d) NVFP4 experts with a `quant_method` of FP8 in blocks, which attention has."""
     make = _Maker()
     make.ends(head=make.plain)
     names = make.experts(0)
@@ -174,7 +175,7 @@ def multimodal() -> Published:
 
 
 def per_layer() -> Published:
-    """(f) Algorithms layer by layer: weight-only ones beside AWQ, experts not all alike."""
+    """(f) Algorithms layer by layer: weight-only ones beside AWQ, and experts that differ."""
     make = _Maker()
     make.ends(head=make.plain)
     by_algorithm = {
@@ -211,7 +212,7 @@ def fused_experts(*, suffixed: bool = True, stacked: bool = False) -> Published:
 
 
 def dense_with_biases() -> Published:
-    """(h) Grouped-query attention with biases, embeddings that are lm_head's too."""
+    """(h) Grouped-query attention with biases, and embeddings that are shared with lm_head."""
     make = _Maker()
     make.ends()
     names = []
@@ -227,7 +228,7 @@ def dense_with_biases() -> Published:
 
 
 def renamed_experts(pattern: str) -> Published:
-    """Experts with other names, as ``pattern`` makes of expert and projection: `{e}.w1`, or `gate_proj.{e}`."""
+    """Experts with other names, made by ``pattern`` from expert and projection: `{e}.w1`, or `gate_proj.{e}`."""
     make = _Maker()
     make.ends(head=make.plain)
     make.experts(0)

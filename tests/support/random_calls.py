@@ -1,4 +1,4 @@
-"""Random calls of the bundle's functions, right and wrong ones, and what comes of each."""
+"""Random calls of the bundle's functions, right and wrong ones, and the result of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 class Arguments:
-    """Arguments of calls, right and wrong ones, drawn from a pool of tensors so that kinds of calls come again."""
+    """Arguments of calls, right and wrong ones, drawn from a pool of tensors so that kinds of calls occur again."""
 
     def __init__(self, bundle, seed: int, device: str = "cpu") -> None:
         self.bundle, self.random, self.device = bundle, random.Random(seed), device
@@ -39,21 +39,21 @@ class Arguments:
         return torch.rand(shape, generator=self.generator).to(self.device)
 
     def pick(self, usual: object, *others: object) -> object:
-        """`usual`, but one time in eight another."""
+        """`usual`, but one time in eight one of the others."""
         return self.random.choice(others) if self.random.random() < 1 / 8 else usual
 
     def strided(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values at other strides."""
+        """The same values with other strides."""
         return torch.stack([tensor, tensor], -1)[..., 0]
 
     def misaligned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values at an address that is no multiple of 16."""
+        """The same values at an address that is not a multiple of 16."""
         memory = torch.empty(tensor.numel() + 16 // tensor.element_size(), dtype=tensor.dtype, device=tensor.device)
         shift = (-memory.data_ptr() % 16) // tensor.element_size() + 1
         return memory[shift : shift + tensor.numel()].view(tensor.shape).copy_(tensor)
 
     def varied(self, tensor: torch.Tensor) -> object:
-        """`tensor`; or its values otherwise laid out, or something else in its place."""
+        """`tensor`, or its values in another layout, or something else instead."""
         others = [self.strided(tensor), self.misaligned(tensor), torch.nn.Parameter(tensor, requires_grad=False)]
         elsewhere = "meta" if self.device == "cpu" else "cpu"
         others += [tensor.double(), tensor[:-1], tensor.to(elsewhere), tensor.unsqueeze(0), None, 3, "text", [1]]
@@ -155,7 +155,7 @@ class Arguments:
 
 
 def bytes_of(result: object, most: int | None) -> object:
-    """Of every tensor dtype, shape, strides and its bytes, the first `most`."""
+    """Dtype, shape, strides and the first `most` bytes of every tensor."""
     if isinstance(result, (tuple, list)):
         return tuple(bytes_of(one, most) for one in result)
     assert isinstance(result, torch.Tensor)

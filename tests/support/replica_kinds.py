@@ -17,7 +17,7 @@ from replicas import Stored, small_config, stack_experts, store_fp8, store_nvfp4
 
 @dataclasses.dataclass
 class Kind:
-    """How a replica is made, and what is to be found in it."""
+    """How a replica is made, and what it should contain."""
 
     config: Callable[..., transformers.PreTrainedConfig]
     store: Callable[[str, np.ndarray], Stored | None]
@@ -56,7 +56,7 @@ def pack_quantized(ignore: list[str], *, activations: dict | None = None, **more
 
 
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}
-"""All experts for each token: a choice between experts that are nearly equal would depend on the dtype."""
+"""Every token uses all experts, because a choice between nearly equal experts would depend on the dtype."""
 
 GLU = ("gate", "up", "down")
 HYBRID = {
@@ -76,7 +76,7 @@ def of_hybrid_moe(module: str, weight: np.ndarray) -> Stored | None:
 
 
 def of_mixed(module: str, weight: np.ndarray) -> Stored | None:
-    """MLP and head NVFP4, attention of both kinds FP8 with a scale a tensor."""
+    """MLP and head are NVFP4, both kinds of attention FP8 with one scale per tensor."""
     if ".mlp." in module or module == "lm_head":
         return store_nvfp4(weight)
     if "self_attn" in module or module.rpartition(".")[2] in ("in_proj_qkv", "in_proj_z", "out_proj"):
@@ -107,7 +107,7 @@ def of_deepseek_like(module: str, weight: np.ndarray) -> Stored | None:
 
 
 def of_three_algorithms(module: str, weight: np.ndarray) -> Stored | None:
-    """AWQ in attention, plain NVFP4 in the first MLP, weight-only with input scales that mean nothing in the second."""
+    """AWQ in attention, plain NVFP4 in the first MLP, and weight-only with meaningless input scales in the second."""
     if "self_attn" in module:
         return store_nvfp4(weight, awq=True)
     return store_nvfp4(weight, input_scale="layers.1" in module) if is_linear(module) else None
@@ -133,7 +133,7 @@ def every_linear(store: Callable[[np.ndarray], Stored], *others: str) -> Callabl
 
 
 def multimodal_config(**sizes: int) -> transformers.PreTrainedConfig:
-    """A vision tower beside a text model, whose config has the quantization config."""
+    """A vision tower and a text model, whose config has the quantization config."""
     text = small_config("qwen3_5_moe_text", **{**HYBRID, **MOE, **sizes})
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
     vision |= {"num_position_embeddings": 16, "patch_size": 4}
@@ -234,7 +234,7 @@ KINDS = {
 
 
 def write_kind(kind: Kind, root: Path, **sizes: int) -> dict[str, Path]:
-    """A replica: "dense", "csf", and "float", what they stand for. ``sizes`` change its config."""
+    """Write a replica: "dense", "csf", and "float", the values that these represent. ``sizes`` change its config."""
     paths = write_replica(
         root,
         kind.config(**sizes),

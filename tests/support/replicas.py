@@ -1,6 +1,6 @@
-"""Tiny replicas of the kinds of checkpoints that people publish, and what they stand for in float32.
+"""Tiny replicas of the kinds of checkpoints that people publish, and the float32 values that they represent.
 
-Written from docs/format.md and public descriptions, in numpy: nothing here shares code with what is tested.
+They are written in numpy, from docs/format.md and public descriptions, and share no code with what is tested.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ E4M3 = np.where(
 ) * np.where(_BYTES < 128, 1, -1)
 POSITIVE_E4M3 = E4M3[:127]
 INPUT_SCALE = 0.004
-"""Of all calibrated activations: they saturate at 448 * 6 times this, about 10.7."""
+"""The input scale of all calibrated activations, which saturate at 448 * 6 times this, about 10.7."""
 
 
 def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Index of the nearest entry of an increasing table; of two that are equally near, the even one."""
+    """Index of the nearest entry of an increasing table; of two that are equally near, the even index."""
     upper = np.clip(np.searchsorted(table, values), 1, len(table) - 1)
     lower = upper - 1
     below, above = values - table[lower], table[upper] - values
@@ -43,12 +43,12 @@ def nvfp4(values: np.ndarray, global_scale: np.ndarray, *, smallest: int = 0) ->
     """Codes uint8 `[.., K]` and scale bytes uint8 `[.., K / 16]` of float32 `[.., K]`.
 
     Args:
-        global_scale: one, or one a row.
-        smallest: the least scale byte.
+        global_scale: one, or one for each row.
+        smallest: the smallest scale byte.
     """
     groups = values.reshape(*values.shape[:-1], -1, 16).astype(np.float32)
     global_scale = np.float32(global_scale)
-    # In float32 and in ModelOpt's order, as ties are not rare among bf16 values.
+    # In float32 and in ModelOpt's order of operations, because ties are not rare among bf16 values.
     ratios = np.abs(groups).max(-1) / (np.float32(6) * global_scale)
     scales = np.maximum(nearest(ratios, POSITIVE_E4M3), smallest).astype(np.uint8)
     steps = (E4M3[scales].astype(np.float32) * global_scale)[..., None]
@@ -64,7 +64,7 @@ def dequantized(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.
 
 @dataclasses.dataclass
 class Stored:
-    """What a layer's tensors are called behind its name, and the float weight that they stand for."""
+    """A layer's tensors by the last part of their names, and the float weight that they represent."""
 
     tensors: dict[str, torch.Tensor]
     weight: np.ndarray
@@ -78,7 +78,7 @@ def store_nvfp4(
     awq: bool = False,
     global_scale: float | None = None,
 ) -> Stored:
-    """An NVFP4 layer in ModelOpt's tensors, or, if globals divide, in compressed-tensors'."""
+    """An NVFP4 layer as ModelOpt stores it or, if globals are divisors, as compressed-tensors does."""
     smooth = None
     if awq:
         smooth = torch.from_numpy(2.0 ** np.random.default_rng(5).integers(-1, 2, weight.shape[1])).bfloat16()
@@ -106,7 +106,8 @@ def store_nvfp4(
 
 
 def store_fp8(weight: np.ndarray, kind: str, *, name: str = "weight_scale", input_scale: bool = False) -> Stored:
-    """A layer in FP8, E4M3, with a scale for the "tensor", for each "channel", "block" of 128 x 128, or "mx" group."""
+    """A layer in FP8 (E4M3), with one scale for the "tensor", or for each "channel", "block" of 128 x 128, or "mx"
+    group."""
     rows, cols = weight.shape
     block = {"tensor": (rows, cols), "channel": (1, cols), "block": (128, 128), "block4d": (128, 128), "mx": (1, 32)}[
         kind
@@ -142,13 +143,13 @@ def write_replica(
     extra: dict[str, torch.Tensor] | None = None,
     model_class: type = transformers.AutoModelForCausalLM,
 ) -> dict[str, Path]:
-    """A random model, quantized as "dense", and as "float" what that stands for, in float32.
+    """Write a random model: quantized as "dense", and as "float" the float32 values that this represents.
 
     Args:
-        store: what becomes of a module's weight, None for a module that is not quantized.
+        store: how a module's weight is stored; None for a module that is not quantized.
         documents: JSON files that are merged into those of the model.
         rename: from transformers' names to those in the checkpoint.
-        arrange: another layout of the quantized tensors.
+        arrange: changes the layout of the quantized tensors.
         extra: tensors that are added to the quantized checkpoint.
     """
     torch.manual_seed(0)
@@ -181,7 +182,7 @@ def write_replica(
 
 
 def _merged(document: dict, other: dict) -> dict:
-    """``other``'s entries put into ``document``, also into objects inside it."""
+    """``document`` with the entries of ``other`` merged in, also inside nested objects."""
     both = {key: _merged(document.get(key) or {}, value) for key, value in other.items() if isinstance(value, dict)}
     return document | other | both
 
@@ -190,7 +191,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(.+)")
 
 
 def stack_experts(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
-    """Experts as "fused" `[E, 2 I, H / 2]` and `[E, H, I / 2]`, as "rows" `[E * N, K / 2]`, or "numbered" last."""
+    """Experts as "fused" `[E, 2 I, H / 2]` and `[E, H, I / 2]`, as "rows" `[E * N, K / 2]`, or "numbered", with the
+    number last."""
     arranged, stacks = {}, {}
     for name, tensor in tensors.items():
         match = _EXPERT.fullmatch(name)
@@ -223,7 +225,8 @@ def cosine(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def quantize_activations(values: torch.Tensor, global_scale: float | None = INPUT_SCALE) -> np.ndarray:
-    """float64 `[M, K]`: what is left of the values in NVFP4 with a calibrated global scale, or, None, with each row's.
+    """The values after quantization to NVFP4, float64 `[M, K]`, with a calibrated global scale or, if it is None, each
+    row's own.
 
     The scale of 16 activations is never 0.
     """
@@ -236,10 +239,10 @@ def quantize_activations(values: torch.Tensor, global_scale: float | None = INPU
 def assert_is_product(
     out: torch.Tensor, activations: np.ndarray, weight: np.ndarray, bias: torch.Tensor | None
 ) -> None:
-    """``out [M, N]`` is `activations @ weight.T + bias`, summed in float32 and rounded to the dtype of ``out``.
+    """Check that ``out [M, N]`` is `activations @ weight.T + bias`, in float32, rounded to the dtype of ``out``.
 
-    A sum of K products of float32 is off by at most K / 2^24 of the sum of their magnitudes; scales and the float32
-    weights of a replica add a few roundings, then the result is rounded to the dtype, with a bias once more.
+    A sum of K float32 products has an error of at most K / 2^24 of the sum of their magnitudes. Scales and float32
+    weights of a replica add a few roundings. Then the result is rounded to the dtype, and with a bias once more.
     """
     expected, size = activations @ weight.T, np.abs(activations) @ np.abs(weight).T
     half_step = torch.finfo(out.dtype).eps / 2
@@ -254,14 +257,14 @@ def assert_is_product(
 def product(
     values: torch.Tensor, weight: torch.Tensor, quantize: bool = True, global_scale: float | None = INPUT_SCALE
 ) -> torch.Tensor:
-    """`[M, N]` in the values' dtype, of activations that are quantized first, or not."""
+    """The product `[M, N]` in the values' dtype; activations are quantized first if ``quantize``."""
     rows = values.reshape(-1, values.shape[-1])
     flat = quantize_activations(rows, global_scale) if quantize else rows.double().numpy()
     return torch.from_numpy(flat @ weight.double().numpy().T).to(values.dtype).view(*values.shape[:-1], -1)
 
 
 def quantizing_model(paths: dict[str, Path], is_quantized: Callable[[str], bool]) -> torch.nn.Module:
-    """The model in bfloat16 with float weights, of which some layers quantize what they read (W4A4)."""
+    """The model in bfloat16 with float weights, in which some layers quantize their inputs (W4A4)."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         paths["float"], dtype=torch.bfloat16, experts_implementation="eager"
     )
@@ -280,7 +283,7 @@ def quantizing_model(paths: dict[str, Path], is_quantized: Callable[[str], bool]
 def experts_product(
     x: torch.Tensor, index: torch.Tensor, top: torch.Tensor, weights: list, global_scale: float | None = INPUT_SCALE
 ) -> torch.Tensor:
-    """What experts make of ``x [M, K]``, by the float weights of gate, up and down of each, W4A4."""
+    """The W4A4 output of experts for ``x [M, K]``, from the float weights of gate, up and down of each."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, choice in np.ndindex(*index.shape):
         gate, up, down = weights[index[token, choice]]

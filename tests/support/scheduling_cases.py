@@ -1,4 +1,4 @@
-"""Ids to be sorted by expert, and numpy's stable sort of them."""
+"""Ids to be sorted by expert, and their stable sort by numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_ids(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, kind
     generator = torch.Generator().manual_seed(tokens)
     low, high = {"sentinels": (-2, num_experts + 3), "one": (num_experts - 1, num_experts)}.get(kind, (0, num_experts))
     ids = torch.randint(low, high, (tokens, top_k), generator=generator).to(dtype)
-    if kind == "huge":  # ids that are valid in their low 32 bits alone
+    if kind == "huge":  # ids that are only valid in their low 32 bits
         ids += torch.randint(-1, 2, ids.shape, generator=generator) << 32
         ids[0, 0], ids[-1, -1] = torch.iinfo(dtype).max, torch.iinfo(dtype).min
     elif kind == "none":
@@ -40,7 +40,7 @@ def make_ids(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, kind
 
 
 def check(scheduling, ids: torch.Tensor, num_experts: int, top_k: int) -> None:
-    """`scheduling` is the stable sort of `ids`, by numpy."""
+    """Check that `scheduling` is the stable sort of `ids`, with numpy."""
     keys = ids.cpu().numpy().astype(np.int64).ravel()
     keys[(keys < 0) | (keys >= num_experts)] = num_experts
     scatter = np.argsort(keys, kind="stable")

@@ -1,4 +1,4 @@
-"""Many threads at once, each through its own list of calls."""
+"""Runs many threads at once, each with its own list of calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_THREADS = 8
 
 
 def in_threads(work: Callable[[int], object], num_threads: int = NUM_THREADS) -> list:
-    """What `work(i)` returns for each thread `i`; all begin together. The first exception is raised."""
+    """The results of `work(i)` in each thread `i`; all begin together. The first exception is raised."""
     barrier = threading.Barrier(num_threads)
 
     def begin(i: int):
@@ -25,7 +25,8 @@ def in_threads(work: Callable[[int], object], num_threads: int = NUM_THREADS) ->
 
 @contextmanager
 def quick_switches():
-    """Python changes threads every 10 us, not every 5 ms: operations of tiny tensors are over before that."""
+    """Make Python switch threads every 10 us instead of 5 ms, because operations on tiny tensors are shorter than
+    that."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
