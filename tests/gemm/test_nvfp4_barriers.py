@@ -24,38 +24,47 @@ KINDS = {
 }
 """How our own instructions access a strip, and how kernels in Triton access their memory for decoded scales."""
 FOREIGN = {"barrier": r"bar\.sync", "product": r"wgmma\.mma_async", "copy": r"cp\.async\.c[ag]"}
+AMD = {
+    "barrier": r"s_barrier",
+    "global window": r"global_store_dwordx[24]",
+    "global exception": r"global_store_byte",
+    "global read": r"load_ubyte",
+}
+"""The same in an AMD GPU's code, where nothing is ours."""
 ONE_STRIP = [
     ("window", "exception"), ("window", "read"), ("exception", "read"), ("read", "window"), ("exception", "window"),
 ]  # fmt: skip
 WARPGROUPS = [("window", "exception"), ("product", "copy")]
 """Two strips may be read and written at the same time: this tile's and the next one's."""
 IN_TRITON = [("global window", "global exception"), ("global window", "copy"), ("global exception", "copy")]
+ON_AMD = [("global window", "global exception"), ("global window", "global read"), ("global exception", "global read")]
 
 
-def read_ptx(text: str) -> tuple[list[tuple[str, str | None, bool]], dict[str, int]]:
+def read_code(text: str) -> tuple[list[tuple[str, str | None, bool]], dict[str, int]]:
     """([(kind, label to which it may jump, whether the next step may follow)], the step before which each label is)."""
     steps, labels, is_ours = [], {}, False
+    foreign = AMD if ".amdgcn_target" in text else FOREIGN
     for line in text.splitlines():
         line = line.strip()
         if line.startswith("// begin inline asm"):
             is_ours = True
         elif line.startswith("// end inline asm"):
             is_ours = False
-        elif label := re.match(r"(\$L__BB\w+):", line):
+        elif label := re.match(r"(\$L__BB\w+|\.LBB\w+):", line):
             labels[label[1]] = len(steps)
-        elif jump := re.match(r"(@!?%p\d+ )?bra(?:\.uni)? \s*(\$L__BB\w+);", line):
-            steps.append(("jump", jump[2], jump[1] is not None))
-        elif line.startswith("ret;"):
+        elif jump := re.match(r"(?:(@!?%p\d+ )?bra(?:\.uni)?|s_(c?)branch\w*) \s*([$.]L\w+)", line):
+            steps.append(("jump", jump[3], bool(jump[1] or jump[2])))
+        elif line.startswith(("ret;", "s_endpgm")):
             steps.append(("end", None, False))
         else:
-            kinds = KINDS | FOREIGN if is_ours else FOREIGN
+            kinds = KINDS | foreign if is_ours else foreign
             steps += [(kind, None, True) for kind, pattern in kinds.items() if re.search(pattern, line)]
     return steps, labels
 
 
 def unguarded(text: str, before: str, after: str) -> bool:
     """Whether there is a path without a barrier from a step of kind `before` to one of kind `after`."""
-    steps, labels = read_ptx(text)
+    steps, labels = read_code(text)
     kinds = {kind for kind, _, _ in steps}
     assert {before, after, "barrier"} <= kinds, f"{before}, {after}: only {sorted(kinds)} found"
     for start, (kind, _, _) in enumerate(steps):
@@ -99,6 +108,11 @@ def test_no_path_goes_past_a_barrier(cases, name, rules):
     arch = "sm_90" if "sm_90" in cases[name].archs else "sm_100"
     text = compile_kernels.compile_case(cases[name], compile_kernels.TARGETS[arch]).asm["ptx"]
     assert [rule for rule in rules if unguarded(text, *rule)] == []
+
+
+def test_no_path_goes_past_a_barrier_on_amd(cases):
+    text = compile_kernels.compile_case(cases["portable fused down"], compile_kernels.TARGETS["gfx942"]).asm["amdgcn"]
+    assert [rule for rule in ON_AMD if unguarded(text, *rule)] == []
 
 
 def test_a_path_without_a_barrier_is_found():
