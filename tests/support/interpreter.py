@@ -1,5 +1,5 @@
-"""Corrects faults of Triton's interpreter before 3.9 (the pinned torch's build for GPUs comes with 3.7), and checks what
-the interpreter does not: in whose memory a kernel reads and writes."""
+"""Corrects faults of Triton's interpreter before 3.9 (the pinned torch's build for GPUs comes with 3.7), and checks
+what the interpreter does not: in whose memory a kernel reads and writes."""
 
 from __future__ import annotations
 
