@@ -91,7 +91,8 @@ def _gpu() -> Finding:
         return Finding("GPU", "note", "none: everything runs on the CPU", "models want a GPU, checkpoints do not")
     name = torch.cuda.get_device_name()
     if torch.version.hip:
-        return Finding("GPU", "note", f"{name}: portable Triton kernels", "compiled for gfx942, never run on one")
+        compiled = "compiled for gfx942 and gfx950, never run on one"
+        return Finding("GPU", "note", f"{name}: portable Triton kernels", compiled)
     major, minor = torch.cuda.get_device_capability()
     kernels, known = kernels_for((major, minor))
     found = f"{name} (sm_{major}{minor}): {kernels}"

@@ -24,7 +24,7 @@ POINTERS = {
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 BLACKWELL = ("sm_100", "sm_103", "sm_120", "sm_121")
 TENSOR_CORES = ("sm_89", "sm_90", "sm_100", "sm_120")
-EVERYWHERE = ("sm_80", *TENSOR_CORES, "gfx942")
+EVERYWHERE = ("sm_80", *TENSOR_CORES, "gfx942", "gfx950")
 IN_TRITON = {
     "portable": ("sm_80", "sm_86", "sm_89", "sm_90", *BLACKWELL, "gfx942", "gfx950"),
     "scaled": BLACKWELL,

@@ -66,7 +66,7 @@ def test_on_a_gpu(bundle, case):
         check(bundle.compute_grouped_scheduling(given, num_experts, top_k), ids, num_experts, top_k)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
 @pytest.mark.parametrize("kernel", ["schedule", "count", "sum", "place"])
 @pytest.mark.parametrize("ids", ["*i32", "*i64"])
 def test_compiles_everywhere_without_spills(bundle, arch, kernel, ids):

@@ -77,7 +77,7 @@ def test_a_driver_that_is_too_old(monkeypatch):
                 "torch.cuda.get_device_name": lambda: "MI300X",
                 "torch.version.hip": "6.4",
             },
-            "MI300X: portable Triton kernels -> compiled for gfx942, never run on one",
+            "MI300X: portable Triton kernels -> compiled for gfx942 and gfx950, never run on one",
         ),
         (
             "GPU",
