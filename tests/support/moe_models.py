@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from checkpoints import as_compressed_tensors, read_tensors, write_checkpoint
@@ -73,9 +74,19 @@ def write_checkpoints(root: Path, architecture: str, *, input_scale: float | Non
     """Write a model as "bf16", as NVFP4 with "dense" scales, and with compressed scales, "csf"."""
     paths = {name: root / name for name in ("bf16", "dense", "csf")}
     write_bf16(paths["bf16"], architecture, **changes)
-    quantize(paths["bf16"], paths["dense"], include=["*.experts.*"], input_scale=input_scale)
+    quantize_experts(paths["bf16"], paths["dense"], input_scale=input_scale)
     compress(paths["dense"], paths["csf"])
     return paths
+
+
+def quantize_experts(source: Path, destination: Path, *, input_scale: float | None = None) -> None:
+    """`quantize`, but with unlike globals for gate and up, as others may write them, lest one be taken for both."""
+    quantize(source, destination, include=["*.experts.*"], input_scale=input_scale)
+    tensors = load_file(destination / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("up_proj.weight_scale_2", "w3.weight_scale_2")):
+            tensors[name] = tensor * 1.25
+    save_file(tensors, destination / "model.safetensors", {"format": "pt"})
 
 
 def write_compressed_tensors(root: Path, dense: Path) -> dict[str, Path]:
