@@ -84,7 +84,7 @@ def test_faults_are_listed(source, tmp_path):
     index = small / "model.safetensors.index.json"
     checkpoints.edit_json(index, lambda document: document["weight_map"].pop(name))
     assert any(name in fault for fault in inspect(small).faults)
-    with pytest.raises(CheckpointError, match="no such directory"):
+    with pytest.raises(CheckpointError, match="neither a directory nor a hub id"):
         inspect(tmp_path / "absent")
 
 
