@@ -1,7 +1,7 @@
-"""What `kernels benchmark kernels-community/finegrained-kernels` runs for the hub's page: wall clock, a sync a call.
+"""What `kernels benchmark kernels-community/finegrained-kernels` runs for the hub's page: wall clock, a sync per call.
 
-Decoding is verified, and compared, with the same formula written in torch. The numbers of this project's documents are
-measured by other scripts here, under CUDA graphs.
+Decoding is verified with the same formula written in torch, and compared with its time. The numbers in this project's
+documents are measured by other scripts here, under CUDA graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CSFScales(Benchmark):
         self.plane_starts = torch.arange(num_planes, device=self.device).repeat_interleave(counts) * planes[0].numel()
 
     def expression(self) -> torch.Tensor:
-        """docs/format.md, "Decoding", as one writes it down."""
+        """ "Decoding" in docs/format.md, written in the obvious way."""
         codes, words = self.scales.codes, self.scales.exceptions
         nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).to(torch.int16).flatten(-2)
         planes = (nibbles + self.scales.bases[:, :, None]).to(torch.uint8)
@@ -67,7 +67,7 @@ class CSFScales(Benchmark):
         self.out = self.fixed[:, :16]
 
     def verify_compress(self) -> torch.Tensor:
-        """The first rows' bases, from coverages counted for all 241 of them."""
+        """The first rows' bases, found by counting the coverage of all 241."""
         rows = self.planes[:, :16].to(torch.int16)
         coverage = [((rows >= base) & (rows < base + 16)).sum(-1) for base in range(241)]
         return torch.stack(coverage).argmax(0).to(torch.uint8)

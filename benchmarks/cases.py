@@ -1,4 +1,4 @@
-"""The GEMMs that several benchmarks run: shapes, weights, routed calls that check themselves, and the bundle they call.
+"""The GEMMs that several benchmarks run: shapes, weights, routed calls that check themselves, and the bundle.
 
 All data comes from SEED.
 """
@@ -40,7 +40,7 @@ def pick_device() -> str:
 
 
 def load_bundle(directory: Path) -> ModuleType:
-    """A built variant, imported from its directory; several processes may do so at once."""
+    """A built variant, imported from its directory; several processes may do this at the same time."""
     name = json.loads((directory / "metadata.json").read_text())["id"]
     spec = importlib.util.spec_from_file_location(
         name, directory / "__init__.py", submodule_search_locations=[str(directory)]
@@ -53,7 +53,7 @@ def load_bundle(directory: Path) -> ModuleType:
 
 @functools.lru_cache(maxsize=1)
 def get_bundle(directory: Path | None) -> ModuleType:
-    """A built variant, or what users get."""
+    """A built variant or, if ``directory`` is None, what users get."""
     if directory is not None:
         return load_bundle(directory)
     from finegrained_kernels import load
@@ -62,7 +62,7 @@ def get_bundle(directory: Path | None) -> ModuleType:
 
 
 def command_line(doc: str | None, out: Path) -> argparse.ArgumentParser:
-    """What these benchmarks are all told; `out`: the CSV file that they write unless they are told another."""
+    """The arguments that all these benchmarks have; `out` is the default of the CSV file that they write."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--commit", help="for the commit column, where there is no git checkout")
@@ -79,7 +79,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 class Weights:
-    """Packed weights [E, rows, K/2] and their scales [E, rows, K/16], side by side in one block of memory."""
+    """Packed weights [E, rows, K/2] and their scales [E, rows, K/16], next to each other in one block of memory."""
 
     def __init__(self, shape: tuple[int, int, int, bool], device: str, *, fill: bool = True) -> None:
         self.experts, self.cols, self.depth, self.gate = shape
@@ -98,7 +98,7 @@ class Weights:
             )  # 16 to 240: exponents as close as trained weights have them
 
     def dequantized(self, expert: int | slice, dtype: torch.dtype) -> torch.Tensor:
-        """code * scale [.., rows, K], exact in bf16 too."""
+        """code * scale [.., rows, K], which is exact even in bf16."""
         values = torch.tensor(E2M1, dtype=dtype, device=self.memory.device)
         pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # by byte: low nibble, high nibble
         codes = pairs[self.packed[expert].int()].flatten(-2)
@@ -107,7 +107,7 @@ class Weights:
 
 @dataclasses.dataclass
 class Call:
-    """One way to run a GEMM, and what its routed rows are: the row of x, the expert, and the row of the output."""
+    """One way to run a GEMM, and its routed rows: the row of x, the expert, and the row of the output."""
 
     run: Callable[[], torch.Tensor]
     sources: torch.Tensor
@@ -138,7 +138,7 @@ class Problem:
         return self.active * self.weights.expert_bytes
 
     def call(self, variant: str, scales: Any = None) -> Call:
-        """`scales`: other ones than the weights' own, for all experts."""
+        """`scales` replace the weights' own, for all experts."""
         weights = self.weights
         arguments = [self.x, weights.packed, None, weights.scales if scales is None else scales]
         options = {"b_global_scale": weights.b_global, "gate": weights.gate}
@@ -190,7 +190,8 @@ class Problem:
 
     @staticmethod
     def check(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-        """To bf16's rounding, and 1e-3 of a row's size for what the float32 sums may be off by where terms cancel."""
+        """Compare up to the rounding of bf16, and 1e-3 of a row's size for the error of float32 sums in which terms
+        cancel."""
         allowed = 2.0**-8 * expected.abs() + 1e-3 * expected.square().mean().sqrt()
         error = (actual.double() - expected).abs()
         assert bool((error <= allowed).all()), f"{name}: {(error / allowed).max():.3g} x the allowed error"

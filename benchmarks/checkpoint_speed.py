@@ -1,9 +1,10 @@
-"""How fast are checkpoints compressed, verified and restored, beside copying and hashing the same files?
+"""How fast are checkpoints compressed, verified and restored, compared with copying and hashing the same files?
 
-Source bytes count: N * K / 2 + N * K / 16 for each expert matrix, and a little more. The baseline copies every shard,
-flushes it to disk and takes its SHA-256, as anyone who moves a checkpoint with care does; the roof is the copy alone.
-Files come from the page cache (warm). Every action runs in a process of its own, once loaded, so that its peak memory
-is its own too: that is the `peak_memory` case, in bytes, beside those of one shard.
+Bytes are those of the source: N * K / 2 + N * K / 16 for each expert matrix, and a little more. The baseline copies
+every shard, flushes it to disk and computes its SHA-256, as anyone would who moves a checkpoint carefully; the roof is
+the copy alone. Files come from the page cache (warm). Every action runs in a separate process, and is measured once
+everything is loaded, so that its peak memory is its own; that is the case `peak_memory`, in bytes, with those of one
+shard.
 
     python benchmarks/checkpoint_speed.py --directory /path/with/space [--device cuda] [--gigabytes 4]
 """
@@ -42,7 +43,8 @@ BASELINE = "copy_and_hash"
 
 
 def make_source(root: Path, *, experts: int, shards: int) -> None:
-    """A checkpoint of `shards` layers of `experts` experts, one a shard; about 1 % of scales are exceptions."""
+    """Write a checkpoint of `shards` layers of `experts` experts, one layer per shard; about 1 % of scales are
+    exceptions."""
     root.mkdir(parents=True)
     (root / "config.json").write_text(
         json.dumps(
@@ -91,7 +93,7 @@ def copy_shards(source: Path, destination: Path, *, hashed: bool) -> None:
 
 
 def actions(work: Path, device: str) -> dict[str, Callable[[], object]]:
-    """What is measured, by name. Later ones use what earlier ones made."""
+    """The measured actions by name. Later ones use the results of earlier ones."""
     source = work / "source"
     made: dict[str, Callable[[], object]] = {
         "copy": lambda: copy_shards(source, work / "copy", hashed=False),
@@ -111,12 +113,12 @@ def actions(work: Path, device: str) -> dict[str, Callable[[], object]]:
 
 
 def peak_bytes() -> int:
-    """This process's largest resident size; getrusage would count its parent's pages before the exec."""
+    """This process's largest resident size. getrusage would also count its parent's pages before the exec."""
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
 
 
 def run_action(name: str, work: Path, device: str) -> None:
-    """In a process of its own: print seconds and peak bytes, before and after."""
+    """In a separate process: print seconds, and peak bytes before and after."""
     bundle = load()
     warm = torch.full((1, 16, 32), 97, dtype=torch.uint8, device=device)  # loads, and on a GPU compiles, the codec
     fixed, exceptions = bundle.compress_nvfp4_csf_scales(warm)
@@ -138,7 +140,7 @@ def measure(name: str, work: Path, device: str) -> list[float]:
 
 
 def environment(device: str, commit: str | None) -> dict[str, str]:
-    """The columns that say where and on what a row was measured; `commit` is asked of git if None."""
+    """The columns that say where and with what a row was measured; if `commit` is None, git tells it."""
 
     def output(*command: str) -> str:
         try:
@@ -183,7 +185,7 @@ def main() -> None:
     rows, common = [], environment(options.device, options.commit)
     for name in options.only or actions(work, options.device):
         runs, baselines, roofs = [], [], []
-        for _ in range(options.repeats):  # side by side, so that a busy moment meets all three
+        for _ in range(options.repeats):  # alternating, so that a busy moment affects all three
             roofs.append(measure("copy", work, options.device)[0])
             baselines.append(measure(BASELINE, work, options.device))
             runs.append(measure(name, work, options.device))

@@ -1,11 +1,11 @@
-"""On one CPU thread: decoding a stack of scale planes against the plain torch expression of the same formula. On
-torch's usual threads, in turns with one, beside a process that keeps a core busy: each call against one thread's.
+"""Decodes a stack of scale planes on one CPU thread, compared with the plain torch expression of the same formula; and
+on torch's usual number of threads, in turns with one thread, beside a process that keeps a core busy.
 
     LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/csf_cpu.py
 
-Bytes moved by decoding: a base a row, half a byte and one byte out a scale, 4 bytes an exception. Its roof is a copy
-that reads and writes as many in all. Compressing reads every scale once and writes the wire form. Outputs are compared
-before anything is timed.
+Bytes moved by decoding: one per row (its base), half a byte in and one byte out per scale, and 4 per exception. The
+roof is a copy that reads and writes as many in total. Compressing reads every scale once and writes the wire form.
+Outputs are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ RESULTS = Path(__file__).parent / "results" / "csf_cpu.csv"
 
 
 def synthetic_planes(num_planes: int, num_rows: int, num_cols: int, rate: float, seed: int = 0) -> torch.Tensor:
-    """Scale bytes uint8 `[E, N, C]`: each row's spread over one window, but for a share `rate` of bytes outside it."""
+    """Scale bytes uint8 `[E, N, C]`. Those of a row are spread over one window, except for a share `rate` outside
+    it."""
     generator = torch.Generator().manual_seed(seed)
     draw = {"generator": generator, "dtype": torch.uint8}
     planes = torch.randint(0, 16, (num_planes, num_rows, num_cols), **draw)
@@ -46,7 +47,8 @@ def synthetic_planes(num_planes: int, num_rows: int, num_cols: int, rate: float,
 
 
 def torch_expression(scales, words: torch.Tensor, plane_starts: torch.Tensor) -> torch.Tensor:
-    """The formula of docs/format.md as one writes it down; each exception's plane is given, as where it starts."""
+    """The formula of docs/format.md, written in the obvious way. `plane_starts` says where the plane of each exception
+    starts."""
     nibbles = torch.stack([scales.codes & 0xF, scales.codes >> 4], dim=-1).to(torch.int16).flatten(-2)
     planes = (nibbles + scales.bases[:, :, None]).to(torch.uint8)
     planes.view(-1).index_put_((plane_starts + (words & 0xFFFFFF),), (words >> 24).to(torch.uint8))
@@ -54,7 +56,7 @@ def torch_expression(scales, words: torch.Tensor, plane_starts: torch.Tensor) ->
 
 
 def quantiles_us(call: Callable[[], object], samples: int) -> tuple[float, float, float]:
-    """20th, 50th and 80th percentile of the time of a call, after one that does not count."""
+    """20th, 50th and 80th percentile of the time of a call, after one that is not counted."""
     call()
     times = []
     for _ in range(samples):
@@ -66,7 +68,7 @@ def quantiles_us(call: Callable[[], object], samples: int) -> tuple[float, float
 
 @contextlib.contextmanager
 def busy_core() -> Iterator[None]:
-    """Beside a process that takes all it gets of one core."""
+    """Run beside a process that keeps one core busy."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         time.sleep(0.2)
         try:

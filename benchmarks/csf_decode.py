@@ -1,11 +1,11 @@
-"""How close to memory's speed is decoding? Every kernel is checked bit for bit in the run that times it.
+"""How close to the speed of memory is decoding? Every kernel is checked bit for bit in the run that times it.
 
 `python benchmarks/csf_decode.py [--out benchmarks/results/csf_decode.csv]`, on a GPU, with the bundle built; `--tiny`
 runs small stacks, on a CPU too, to see that it runs.
 
-Bytes of decoding E planes of N x C: `E * (N + N * C / 2 + N * C) + 4 * exceptions`, and of a copy half of them read and
-half written. The copy is the roof; a sparse decode is compared with a copy of the active planes' bytes. Each is timed
-in turns with its copies.
+Decoding E planes of N x C moves `E * (N + N * C / 2 + N * C) + 4 * exceptions` bytes; a copy reads half of them and
+writes half. The copy is the roof. Sparse decoding is compared with a copy of the active planes' bytes. Each is timed in
+turns with its copies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def routing(num_planes: int, num_active: int, seed: int = 0) -> torch.Tensor:
 
 
 class Case:
-    """Scales of one geometry and rate with their plain bytes, and a poisoned workspace to decode into."""
+    """Scales of one geometry and rate of exceptions, their plain bytes, and a poisoned workspace to decode into."""
 
     def __init__(self, bundle, cases: dict[str, tuple], name: str, percent: float | None = None) -> None:
         self.bundle, self.name = bundle, name
@@ -56,7 +56,7 @@ class Case:
         self.moved = moved_bytes(*shape, self.scales.exceptions.numel())
 
     def decoder(self, expert_start=None, *, offset: int = 0, swizzled: bool = False, **options):
-        """A call that decodes, checked against the plain bytes; guard bytes and inactive planes must stay poisoned."""
+        """A call that decodes, compared with the plain bytes; guard bytes and inactive planes have to stay poisoned."""
         expected = self.bundle.swizzle_mx_scales(self.planes) if swizzled else self.planes
         if expert_start is not None:
             expected = expected.clone()
@@ -116,7 +116,7 @@ def bench_sparse(bundle, results: harness.Results, cases: dict[str, tuple], acti
 
 
 def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions: Sequence[torch.Tensor]):
-    """What `compress` launches for `planes`, without the host's part, into memory of its own."""
+    """Launch what `compress` launches for `planes`, without the host's part, into separate memory."""
     encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     fixed = torch.empty_like(fixed)
     slab_ends = planes.new_empty(len(planes), planes.shape[1] // 16, dtype=torch.int32)
@@ -134,7 +134,7 @@ def encode_kernels(bundle, planes: torch.Tensor, fixed: torch.Tensor, exceptions
 
 
 def bench_compress(bundle, results: harness.Results, cases: dict[str, tuple], active: tuple[int, ...]) -> None:
-    """157 MB of scales, two gate-like stacks and one down: the kernels in one graph, and by the wall clock."""
+    """157 MB of scales, in two stacks like gate and one like down: the kernels in one graph, and by the wall clock."""
     stacks = [Case(bundle, cases, name).planes for name in ("qwen_gate", "qwen_gate", "qwen_down")]
     wire, calls = [], []
     for planes in stacks:
@@ -165,7 +165,7 @@ def bench_compress(bundle, results: harness.Results, cases: dict[str, tuple], ac
 
 
 def bench_eager(bundle, results: harness.Results, cases: dict[str, tuple], active: tuple[int, ...]) -> None:
-    """What one eager call costs the CPU: a stack too small for the GPU to matter."""
+    """CPU time of an eager call, on a stack that is too small for the GPU to matter."""
     planes = make_planes(2, 16, 16, 1.0, device=DEVICE)
     scales = bundle.prepare_nvfp4_csf_scales(*bundle.compress_nvfp4_csf_scales(planes), num_rows=16, num_cols=16)
     workspace = torch.empty(bundle.csf_workspace_size(scales), dtype=torch.uint8, device=DEVICE)

@@ -1,18 +1,18 @@
-"""What does a dense language model gain by NVFP4 weights, and what do compressed scales cost it?
+"""How much does a dense language model gain by NVFP4 weights, and what do compressed scales cost?
 
 `python benchmarks/dense_model.py [--layers 36] [--out FILE]` on a GPU, with `LOCAL_KERNELS` naming a built bundle;
 `--tiny --out FILE` runs the same code on small shapes, on a CPU too, to see that it runs. Needs the extra
 [transformers].
 
-A Qwen3 of 8B shapes with random weights: "bf16", and with all linear layers but the head in NVFP4 (W4A16), scales as
-they are ("dense") or compressed ("fused"). Calls are those of model_parts.py: prefill, and decoding for 1, 8 and 64
+A Qwen3 of 8B shapes with random weights: "bf16", and with all linear layers except the head in NVFP4 (W4A16), with
+dense ("dense") or compressed scales ("fused"). Calls are those of model_parts.py: prefill, and decoding for 1, 8 and 64
 sequences, by CUDA graph of the eager model ("graph") and by `torch.compile` with mode "reduce-overhead" ("compiled").
 
-Each variant has processes of its own, one for each size that is compiled and one for all else. The three of one kind
-make their calls side by side, as compiling takes a minute of one core, and so do those of the next kind; then they are
-timed in turns, one sample of one process at a time. All that is on the GPU at a time takes 80 GB.
-`bytes` is the peak of the longest prefill; rows have three columns more: tokens a second, bytes that scales take, and
-all bytes that the process has allocated between calls.
+Each variant has separate processes, one for each size that is compiled, and one for everything else. The three of one
+kind prepare their calls in parallel, because compiling takes a minute on one core, and so do those of the next kind.
+Then they are timed in turns, one sample of one process at a time. At most 80 GB are on the GPU at a time.
+`bytes` is the peak of the longest prefill. Rows have three more columns: tokens per second, bytes of scales, and all
+bytes that the process has allocated between calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from finegrained_kernels.integrations.transformers import nvfp4_linears
 from finegrained_kernels.integrations.transformers.schedule import Schedule
 
 RATE = 0.006
-"""Share of exceptions, as in the scales of SmolLM2."""
+"""The share of exceptions, as in the scales of SmolLM2."""
 VARIANTS = ("bf16", "dense", "fused")
 SHAPE = {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
 SHAPE |= {"head_dim": 128, "vocab_size": 151936}
@@ -48,7 +48,7 @@ CONTEXT = get_context("spawn")
 
 
 def make_model(num_layers: int, shape: dict[str, int], variant: str, device: str) -> torch.nn.Module:
-    """The model on the meta device, then all of it made on ``device``."""
+    """Make the model on the meta device, and then all of it on ``device``."""
     config = AutoConfig.for_model(
         "qwen3", **shape, num_hidden_layers=num_layers, max_position_embeddings=16384, dtype=torch.bfloat16
     )
@@ -61,7 +61,7 @@ def make_model(num_layers: int, shape: dict[str, int], variant: str, device: str
 
 
 def calls_of(model: torch.nn.Module, args: argparse.Namespace, compiled: int | None) -> Iterator[tuple[tuple, Call]]:
-    """(Case, tokens, condition) and call of all that a process measures."""
+    """((case, tokens, condition), call) of everything that a process measures."""
     if compiled:
         forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
         yield (f"qwen3_8b_decode_{compiled}", compiled, "compiled"), parts.decode(model, compiled, forward)
@@ -76,7 +76,8 @@ def calls_of(model: torch.nn.Module, args: argparse.Namespace, compiled: int | N
 def serve(
     connection: Connection, are_kernels_ready: Any, variant: str, compiled: int | None, args: argparse.Namespace
 ) -> None:
-    """A process: makes the model and its calls, sends what they are, then takes a sample of each that is asked for."""
+    """The program of a process: make the model and its calls, send their list, and then take samples of requested
+    calls."""
     began = time.monotonic()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,7 +86,7 @@ def serve(
     memory = parts.memory_of(model, nvfp4_linears(model), max([1, *args.prefill]))
     calls: dict[tuple, Call] = {}
     for what, call in calls_of(model, args, compiled):
-        for _ in range(3):  # reduce-overhead records at the second call, and replays from the third on
+        for _ in range(3):  # reduce-overhead records the second call, and replays from the third on
             logits = call()
         if not bool(logits.isfinite().all()):
             raise SystemExit(f"{what}, {variant}: logits are not finite")
@@ -114,7 +115,7 @@ class Server:
 
 
 def measure(servers: list[Server], samples: int, results: harness.Results) -> None:
-    """Each call of processes that have the same ones, in turns."""
+    """Measure each call in turns, over processes that have the same calls."""
     for what in servers[0].calls:
         case, tokens, condition = what
         taken: dict[str, list[float]] = {server.variant: [] for server in servers}
@@ -138,7 +139,7 @@ def measure(servers: list[Server], samples: int, results: harness.Results) -> No
 
 
 def warm_up(args: argparse.Namespace) -> None:
-    """Compile the kernels of one layer, as all layers are alike, for all processes."""
+    """Compile the kernels of one layer for all processes; all layers are alike."""
     pairs = []
     for variant in VARIANTS[1:]:
         pairs += [linear.as_pair() for linear in nvfp4_linears(make_model(1, SHAPE, variant, "cuda"))]
@@ -149,13 +150,13 @@ def warm_up(args: argparse.Namespace) -> None:
 
 
 def start(args: argparse.Namespace, compiled: int | None, are_kernels_ready: Any) -> list[Server]:
-    """A process of each variant."""
+    """Start a process for each variant."""
     servers = []
     for variant in VARIANTS:
         ours, theirs = CONTEXT.Pipe()
         given = theirs, are_kernels_ready, variant, compiled, args
         CONTEXT.Process(target=serve, args=given, daemon=True).start()
-        theirs.close()  # or this process would wait for one that has failed
+        theirs.close()  # otherwise, this process would wait for one that has failed
         servers.append(Server(variant, ours))
     return servers
 

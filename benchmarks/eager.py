@@ -1,16 +1,16 @@
-"""CPU time of calls that nobody captured, by the clock over a loop that the GPU keeps up with, beside torch's smallest
-operator; and what `warm_up` spares them, measured in programs of their own.
+"""CPU time of eager calls, measured over a loop that the GPU keeps up with, compared with torch's smallest operator;
+and what `warm_up` saves them, measured in separate programs.
 
     LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/eager.py
 
-A call's row is the median of five loops of 300, which take turns with those of other variants and with torch's, the
-baseline. Marlin is among them where `peers/prepare.py` has gathered it. With transformers installed, `qwen_module` is
-the module in the place of a model's experts beside its layer, and `decode_8_layers` a step of one token of a model with
-8 such layers, whose experts do nothing in the row `no_experts`.
+A call's row is the median of five loops of 300 calls, which take turns with those of other variants and of torch, the
+baseline. Marlin is included if `peers/prepare.py` has gathered it. If transformers is installed, `qwen_module` is the
+module that replaces a model's experts, compared with its layer, and `decode_8_layers` is a step of one token in a model
+with 8 such layers, whose experts do nothing in the row `no_experts`.
 
-`warm_up` of a layer's dense and compressed forms, W4A16 and W4A4, begins with an empty cache of Triton (`warm_up`),
-then with a full one (`warm_up_again`); after it, a new program makes calls of 40 random numbers of tokens, and counts
-compilations (`first_calls`: the slowest). In the column `bytes` these three have numbers of kernels.
+`warm_up` of a layer's dense and compressed forms, W4A16 and W4A4, is measured with an empty cache of Triton (`warm_up`)
+and with a full one (`warm_up_again`). After that, a new program makes calls with 40 random numbers of tokens, and
+counts compilations (`first_calls` is the slowest call). In these three rows, the column `bytes` has numbers of kernels.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def routing(tokens: int, device: str = "cuda") -> tuple[torch.Tensor, ...]:
 
 
 def load_marlin():
-    """The module of peers/ that calls it; None where it was not gathered."""
+    """The module in peers/ that calls it; None if it was not gathered."""
     if not (PEERS.parent / "local/peers/vllm_marlin.py").exists():
         print("Marlin is not there: peers/prepare.py gathers it", flush=True)
         return None
@@ -113,7 +113,7 @@ def calls(bundle, marlin) -> dict[tuple[str, int], Calls]:
 
 
 def model_calls() -> dict[tuple[str, int], Calls]:
-    """Of a model: a layer, the module around it, and a step with experts and without."""
+    """Calls of a model: a layer, the module around it, and a step with and without experts."""
     model_benchmark = importlib.import_module("model")
     model = model_benchmark.make_model(LAYERS, model_benchmark.SHAPE, "cuda")
     blocks = [layer.mlp for layer in model.model.layers]
@@ -148,7 +148,7 @@ def model_calls() -> dict[tuple[str, int], Calls]:
 
 
 def cpu_times(calls: Calls, rounds: int) -> dict[str, harness.Timing]:
-    """us of each call, and of torch's smallest operator."""
+    """CPU time in us of each call, and of torch's smallest operator."""
     small = torch.zeros(16, 16, device="cuda")
     loops = {name: (call, rounds) for name, call in calls.items()} | {"torch": (lambda: small + small, ROUNDS)}
     taken: dict[str, list[float]] = {name: [] for name in loops}
@@ -228,7 +228,7 @@ def main() -> None:
     if arguments.step:
         print(json.dumps(STEPS[arguments.step](get_bundle(arguments.bundle))))
         return
-    marlin = load_marlin()  # which tells CUDA where to cache what it compiles
+    marlin = load_marlin()  # it tells CUDA where to cache what it compiles
     results = harness.Results(arguments.out, arguments.commit, merge=True)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache

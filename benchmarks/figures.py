@@ -2,8 +2,8 @@
 
     python benchmarks/figures.py [--results benchmarks/results] [--out docs/figures]
 
-The same rows give the same bytes, under the matplotlib that requirements/dev.txt pins. A figure whose file is not
-there yet is left out.
+The same rows give the same bytes with the matplotlib that requirements/dev.txt pins. A figure is left out if its file
+does not exist yet.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from measured import (
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "figures"
 WIDTH = 8.3
-"""Inches of 72 points: as wide as a README is shown."""
+"""In inches of 72 points; as wide as a README is shown."""
 
 STYLE = {
     "svg.hashsalt": "finegrained-kernels",
@@ -120,7 +120,8 @@ def stored_scales(results: Path) -> Figure:
 
 
 def scale_memory(results: Path) -> Figure:
-    """Arithmetic on the measured stacks: L layers dense, compressed with one shared workspace, compressed alone."""
+    """Computed from the measured stacks: L layers dense, compressed with one shared workspace, and compressed
+    without."""
     table = Table("csf_decode", results)
     dense = sum(map(dense_bytes, LAYER)) / 1e9
     compressed = sum(resident_bytes(table.one(case=case, variant="full", condition="warm")) for case in LAYER) / 1e9
@@ -162,7 +163,7 @@ def sparse_routing(results: Path) -> Figure:
 
 
 def strategy_latency(results: Path) -> Figure:
-    """Above what decode and GEMM take together, below what that is of the GEMM on dense scales."""
+    """Top: the time of decoding and GEMM together. Bottom: that time over the GEMM on dense scales."""
     table = Table("fused", results)
     cases = [case for case in GEMMS if table.select(case=case)]
     figure = Figure(figsize=(WIDTH, 5.4))
@@ -202,7 +203,7 @@ def layer_time(table: Table, model: str, activations: str) -> Figure:
     figure = Figure(figsize=(WIDTH, 3.5))
     figure.suptitle(f"One MoE layer, {model}, {activations}, cold ({device})", fontsize=11)
     absolute, relative, memory = figure.subplots(1, 3, gridspec_kw={"width_ratios": (1.25, 1.25, 1)})
-    for variant in ("dense", "staged", "fused"):  # prefetched decodes before the call that is timed
+    for variant in ("dense", "staged", "fused"):  # prefetched scales are decoded before the call that is timed
         color, rows = STRATEGIES[variant], by_tokens(table.select(case=case, variant=variant))
         tokens = [row.tokens for row in rows]
         style = {"color": color, "marker": MARKERS[variant], "markersize": 3.5, "label": variant}
@@ -236,7 +237,7 @@ def layer_time(table: Table, model: str, activations: str) -> Figure:
 
 
 def stack_time(table: Table, model: str, layers: int, activations: str) -> Figure:
-    """Attention and MoE layers in turns, by strategy, over dense: prefill of one sequence, decode of many."""
+    """Alternating attention and MoE layers, by strategy, over dense: prefill of one sequence, and decoding of many."""
     phases = {phase: f"{model}_{phase}_{layers}_{activations}" for phase in ("prefill", "decode")}
     phases = {phase: case for phase, case in phases.items() if table.select(case=case)}
     (device,) = table.values("device", case=next(iter(phases.values())))
@@ -264,7 +265,7 @@ def stack_time(table: Table, model: str, layers: int, activations: str) -> Figur
 
 
 def layer_times(results: Path) -> dict[str, Figure]:
-    """Figures of moe_layer.csv by name: of its layers and stacks, by model and format of activations."""
+    """Figures of moe_layer.csv by name: for its layers and stacks, by model and format of activations."""
     if not has("moe_layer", results):
         return {}
     table = Table("moe_layer", results)
@@ -275,7 +276,7 @@ def layer_times(results: Path) -> dict[str, Figure]:
 
 
 def model_speed(results: Path) -> Figure:
-    """Tokens per second of a whole model by strategy, over those with dense scales, and all that it has allocated."""
+    """Tokens per second of a whole model by strategy, over those with dense scales, and all of its allocated memory."""
     table = Table("model", results)
     calls = model_calls(table, "moe")
     cases = [case for case, _ in calls]
@@ -329,11 +330,11 @@ FIGURES: dict[str, tuple[tuple[str, ...], Callable[[Path], Figure]]] = {
     "model_speed": (("model",), model_speed),
     "peers": (("peers",), peers),
 }
-"""Which files each needs, and what draws it."""
+"""The files that each figure needs, and the function that draws it."""
 
 
 def draw(out: Path, results: Path = RESULTS) -> list[Path]:
-    """Write all that can be drawn, as SVG, and return what was written."""
+    """Write all figures that can be drawn, as SVG. Returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(matplotlib.rcParamsDefault):
         matplotlib.rcParams.update(STYLE)

@@ -1,9 +1,10 @@
-"""What does a GEMM pay for scales that stay compressed?
+"""What do scales that stay compressed cost a GEMM?
 
-`python benchmarks/fused.py [--out FILE] [--only CASE ..] [--tokens 1 64 ..] [--bundle build/torch-cuda]`, on a GPU;
-`--tiny` runs the same code on small shapes, on a CPU too, to see that it runs. W4A16, uniform top-8 routing of random
-tokens; scale planes with the models' own share of exceptions. Each variant at its own table configuration, as shipped;
-all, and their roofs, timed in turns. Staged and fused results are dense ones to the bit, or the run fails at its end.
+`python benchmarks/fused.py [--out FILE] [--only CASE ..] [--tokens 1 64 ..] [--bundle
+build/torch-cuda]`, on a GPU; `--tiny` runs the same code on small shapes, on a CPU too, to see that it runs. W4A16,
+uniform top-8 routing of random tokens, and scale planes with the models' own share of exceptions. Each variant runs
+with its configuration from the shipped tables; all of them, and their roofs, are timed in turns. If staged and fused
+results do not have the bits of dense ones, the run fails at its end.
 
 dense    scales decoded once, at load. Bytes: `active * rows * (K / 2 + K / 16)`. Checked against float64.
 staged   compressed scales of the active experts are decoded into one workspace, then dense: both in one graph. Bytes:
@@ -40,7 +41,7 @@ PORTABLE_VARIANTS = ("portable_dense", "portable_fused")
 PORTABLE_TOKENS = {"w4a16": (1, 8, 64, 512)}
 KERNELS = ("chosen", "portable")
 ROOF_LAUNCHES = ((4, 4), (8, 8))
-"""Two sweeps of the four, as each variant has a roof of its own."""
+"""Two of the four sweeps, because each variant has its own roof."""
 
 
 class BothScales(Weights):
@@ -59,7 +60,7 @@ class BothScales(Weights):
         self.workspace = torch.full((planes.numel(),), 0x7F, dtype=torch.uint8, device=device)
 
     def compressed_bytes(self, experts: torch.Tensor) -> int:
-        """Of these experts' scales."""
+        """The bytes of these experts' compressed scales."""
         offsets = self.compressed.exception_offsets
         tiles = (len(offsets) - 1) // self.experts
         exceptions = int(offsets[::tiles].diff()[experts].sum())
@@ -98,7 +99,7 @@ class Comparison:
         return staged
 
     def on_portable_kernel(self, call: functools.partial) -> Callable[[], torch.Tensor]:
-        """`call`, of a public GEMM, past the choice of a kernel. On a CPU, which has none, as it is."""
+        """`call` of a public GEMM, without the choice of a kernel. On a CPU, which has no kernels, `call` itself."""
         if not self.problem.x.is_cuda:
             return call
         names = ("problem", "config", "dispatch")
@@ -107,12 +108,12 @@ class Comparison:
         return lambda: dispatch.run_on_gpu(gemm, config.PORTABLE)[0]
 
     def faults(self, variants: tuple[str, ...]) -> list[str]:
-        """Which variants are not to the bit what the first one gives; that is checked against float64."""
+        """Which variants do not have the bits of the first one, which is compared with float64."""
         self.problem.checked_call(self.op)
         dense = self.call(variants[0])()
         self.weights.workspace.fill_(0x7F)
         found = []
-        if variants == PORTABLE_VARIANTS:  # other sums than those of the GEMM that was checked
+        if variants == PORTABLE_VARIANTS:  # its sums differ from those of the GEMM that was checked
             want = self.call("dense")().double()
             error = float((dense.double() - want).norm() / want.norm())
             if not error < 1e-3:
@@ -149,7 +150,8 @@ def bench_case(
 
 
 def summarize(rows: list[dict]) -> None:
-    """us, the ratio of fused to dense, and how much less than staged it takes, then for a layer's two GEMMs."""
+    """Print us, the ratio of fused to dense, and how much less time than staged it takes; then the same for a layer's
+    two GEMMs."""
     found = {}
     for row in rows:
         if row["variant"] in PORTABLE_VARIANTS:
@@ -186,7 +188,7 @@ def describe(key: tuple, times: list[float]) -> str:
 def compile_jobs(
     directory: Path | None, cases: list[str], tokens: dict[str, dict[str, tuple[int, ...]]]
 ) -> list[tuple]:
-    """Arguments of `launch_once`, different kernels side by side."""
+    """Arguments of `launch_once`, ordered so that different kernels are compiled at the same time."""
     jobs = []
     if "portable" in tokens:  # one kernel for all numbers of tokens
         jobs += [(directory, case, 1, "w4a16", variant) for case in cases for variant in PORTABLE_VARIANTS]

@@ -1,4 +1,5 @@
-"""How every number here is measured: CUDA graph replay, warm and L2-flushed, quantiles, same-run roofs, CSV rows.
+"""How every number here is measured: CUDA graph replay, warm and with L2 flushed, quantiles, roofs in the same run, CSV
+rows.
 
 Warm: one graph of back-to-back calls, divided. Cold: one graph of flush, event, call, event, so that each call finds L2
 full of other data. Roofs are the fastest of several vectorized kernels over the same number of bytes,
@@ -35,7 +36,7 @@ FLUSH_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: 20th, 50th and 80th percentile."""
+    """Microseconds per call: 20th, 50th and 80th percentile."""
 
     p20: float
     p50: float
@@ -48,7 +49,7 @@ def quantiles(samples: list[float]) -> Timing:
 
 @functools.lru_cache(maxsize=1)
 def _warmup_stream() -> torch.cuda.Stream:
-    """One for all: torch keeps freed memory for the stream that it was allocated on."""
+    """One stream for all, because torch keeps freed memory for the stream on which it was allocated."""
     return torch.cuda.Stream()
 
 
@@ -96,10 +97,10 @@ def time_cold(call: Callable[[], None], *, samples: int = 20) -> Timing:
 def time_in_turns(
     calls: dict[str, Callable[[], object]], *, samples: int, flush: bool, repeat: int = 1
 ) -> dict[str, Timing]:
-    """Each call's time, one sample of each after the other, so that a drift of the clocks changes no difference.
+    """Each call's time. Samples are taken in turns, so that a drift of the clocks does not change differences.
 
-    One graph a call, which makes it `repeat` times; `flush` empties L2 before every sample. Every round begins with
-    another call, so that none always follows the same one. Without a GPU: by the wall clock.
+    Each call has a graph, which makes it `repeat` times; `flush` empties L2 before every sample. Every round begins
+    with another call, so that none always follows the same one. Without a GPU, the wall clock is used.
     """
     if not torch.cuda.is_available():
         takers = {name: _wall_clock(call) for name, call in calls.items()}
@@ -115,11 +116,11 @@ def time_in_turns(
 
 
 WARM_BYTES = 2 << 30
-"""About half a millisecond of memory's speed: what one warm sample moves."""
+"""How many bytes one warm sample moves: about half a millisecond at the speed of memory."""
 
 
 def conditions(moved: int) -> dict[str, dict]:
-    """Options of `time_in_turns` for calls that move so many bytes: warm, repeated where they are short, and cold."""
+    """Options of `time_in_turns` for calls that move `moved` bytes: warm, repeated if they are short, and cold."""
     repeat = max(3, min(CALLS, WARM_BYTES // max(1, moved)))
     return {
         "warm": {"samples": SAMPLES, "flush": False, "repeat": repeat},
@@ -183,7 +184,7 @@ def time_beside_copies(
 
 
 def environment(commit: str | None) -> dict[str, str]:
-    """The columns that say where and on what a row was measured; `commit` is asked of git if None."""
+    """The columns that say where and with what a row was measured; if `commit` is None, git tells it."""
 
     def output(*command: str) -> str:
         if shutil.which(command[0]) is None:
@@ -200,7 +201,7 @@ def environment(commit: str | None) -> dict[str, str]:
 
 
 def cpu_environment() -> dict[str, str]:
-    """The same of what runs on one thread of the CPU."""
+    """The same for what runs on one thread of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
@@ -208,10 +209,9 @@ def cpu_environment() -> dict[str, str]:
 
 
 class Results:
-    """Rows of one CSV file, which has each of them as soon as it is measured.
+    """Rows of one CSV file. Each row is written as soon as it is measured.
 
-    `merge` keeps the rows that the file had before, but for those of a case, variant and condition that is measured
-    now.
+    `merge` keeps the rows that the file had before, except those of a case, variant and condition that is measured now.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Results:
                 raise SystemExit(f"{path} has other columns, expected {columns}, got {reader.fieldnames}")
 
     def append(self, case: str, variant: str, timing: Timing | None = None, **columns: object) -> None:
-        """A row with the environment's columns and those given; others stay empty."""
+        """Add a row with the environment's columns and the given ones; others stay empty."""
         row = dict.fromkeys(self.columns, "") | self.environment | {"case": case, "variant": variant} | columns
         if timing is not None:
             row |= {f"us_{name}": f"{value:.2f}" for name, value in dataclasses.asdict(timing).items()}
@@ -267,14 +267,14 @@ MAX_PROCESSES = 14
 
 
 def num_processes() -> int:
-    """As many as this machine's cores allow, and the GPU's memory with a layer in each."""
+    """How many processes this machine's cores allow, and the GPU's memory with a layer in each process."""
     return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) - 2))
 
 
 def compile_ahead(launch: Callable[..., None], jobs: Iterable[tuple], processes: int | None = None) -> None:
-    """`launch(*job)` for each, in processes of their own: what is timed then finds its kernels in the disk's cache.
+    """Call `launch(*job)` for each job, in separate processes, so that timed code finds its kernels in the disk cache.
 
-    A launch that fails is told and forgotten: its kernel is compiled when it is needed, or fails there again.
+    A launch that fails is reported and ignored: its kernel is compiled when it is needed, or fails again then.
     """
     jobs = list(jobs)
     processes = min(num_processes() if processes is None else processes, len(jobs))

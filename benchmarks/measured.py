@@ -1,4 +1,4 @@
-"""The rows of `results/*.csv`, for reports and figures: what both draw on, and all that they draw on."""
+"""The rows of `results/*.csv`, the only source of reports and figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STACKS = {
     "glm_gate": (288, 2048, 256),
     "glm_down": (288, 4096, 128),
 }
-"""Planes, rows and columns of the stacks in csf_decode.csv."""
+"""(planes, rows, columns) of the stacks in csf_decode.csv."""
 
 GEMMS = {
     "qwen_gate_up": (512, 1280, 2560),
@@ -23,10 +23,10 @@ GEMMS = {
     "glm_gate_up": (288, 4096, 4096),
     "glm_down": (288, 4096, 2048),
 }
-"""Experts, rows and K of the weights in fused.csv and nvfp4_gemm.csv: gate and up are one GEMM."""
+"""(experts, rows, K) of the weights in fused.csv and nvfp4_gemm.csv; gate and up are one GEMM."""
 
 LAYER = ("qwen_gate", "qwen_gate", "qwen_down")
-"""The stacks of one layer's gate, up and down projections: case `qwen_layer` in csf_decode.csv."""
+"""The stacks of one layer's gate, up and down projections; case `qwen_layer` in csf_decode.csv."""
 
 
 WEIGHTS = {
@@ -37,10 +37,10 @@ WEIGHTS = {
     "dense_8192": (8192, 8192),
     "llama_70b_up": (28672, 8192),
 }
-"""Rows and K of the single weights in peers.csv, the smallest first."""
+"""(rows, K) of the single weights in peers.csv, the smallest first."""
 
 MODELS = {"moe": "qwen3_next", "dense": "qwen3_8b"}
-"""What the cases of model.csv begin with: those of model.py, and of dense_model.py."""
+"""How the cases in model.csv begin: those of model.py, and those of dense_model.py."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Row:
     baseline: str
     baseline_us: float | None
     scale_bytes: int = 0
-    """Resident for scales: in model.csv alone, as the next."""
+    """Resident bytes of scales; only in model.csv, like the next."""
     allocated_bytes: int = 0
     perplexity: float | None = None
-    """In language_model.csv alone, as the next."""
+    """Only in language_model.csv, like the next."""
     file_bytes: int = 0
 
     @property
@@ -107,7 +107,7 @@ class Table(list[Row]):
 
 
 def model_calls(model: Table, kind: str) -> dict[tuple[str, str], str]:
-    """Cases and conditions of one of MODELS, and what each call is, in words."""
+    """The cases and conditions of one of MODELS, with a description of each call."""
     prefix = MODELS[kind] + "_"
     found = dict.fromkeys((row.case, row.condition) for row in model if row.case.startswith(prefix))
     named = {}
@@ -138,7 +138,7 @@ def _row(record: dict[str, str]) -> Row:
 
 
 def layers_of(fused: Table) -> dict[str, list[int]]:
-    """Models whose two GEMMs fused.csv has, and the numbers of tokens that it has of both."""
+    """Models with both GEMMs in fused.csv, and the numbers of tokens that it has for both."""
     tokens = {case: set(fused.values("tokens", case=case, variant="fused")) for case in GEMMS}
     models = dict.fromkeys(case.split("_")[0] for case in GEMMS)
     both = {model: sorted(tokens[f"{model}_gate_up"] & tokens[f"{model}_down"]) for model in models}
@@ -165,7 +165,7 @@ def stack_cases(moe_layer: Table) -> list[tuple[str, int, str]]:
 
 
 def peer_times(peers: Table, case: str, tokens: int) -> dict[str, float]:
-    """Cold times of one weight: by variant, and of the faster of the two libraries that multiply NVFP4, as `peer`."""
+    """Cold times for one weight by variant, and as `peer` that of the faster of the two other NVFP4 libraries."""
     found = {row.variant: row.us for row in peers.select(case=case, tokens=tokens, condition="cold")}
     return found | {"peer": min(found["marlin"], found["humming"])}
 
@@ -177,17 +177,18 @@ def dense_bytes(case: str) -> int:
 
 
 def num_exceptions(row: Row) -> int:
-    """Of the stack that a row of csf_decode.csv decoded: its bytes are bases, codes, exceptions and output."""
+    """Exceptions of the stack that a row of csf_decode.csv has decoded; the row's bytes are bases, codes, exceptions
+    and output."""
     planes, rows, cols = STACKS[row.case]
     return (row.bytes - planes * (rows + rows * cols * 3 // 2)) // 4
 
 
 def stored_bytes(row: Row) -> int:
-    """The wire form of that stack: all that decoding moved, but its output."""
+    """Bytes of that stack's wire form: all that decoding has moved, except its output."""
     return row.bytes - dense_bytes(row.case)
 
 
 def resident_bytes(row: Row) -> int:
-    """What that stack takes in memory: the wire form, and 4 bytes every 1024 (docs/decisions.md, "Codec")."""
+    """Bytes of that stack in memory: the wire form, and 4 bytes for every 1024 (docs/decisions.md, "Codec")."""
     planes, rows, cols = STACKS[row.case]
     return stored_bytes(row) + 4 * (planes * -(-rows * cols // 1024) + 1)

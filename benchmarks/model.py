@@ -4,18 +4,18 @@
 `--tiny --out FILE` runs the same code on small shapes, on a CPU too, to see that it runs. Needs the extra
 [transformers].
 
-A Qwen3-Next with real expert shapes, 512 experts of 640 x 2560, top 10, and a shared expert, made on the GPU: random
-packed weights, and random scale planes with the exception rates of real ones, 1.02 % (gate, up) and 0.22 % (down). All
-layers have full attention: transformers runs linear attention without its optional kernels in plain torch, so slowly
-that nothing else would show.
+The model is a Qwen3-Next with real expert shapes, 512 experts of 640 x 2560, top 10, and a shared expert. It is made on
+the GPU, with random packed weights, and random scale planes with the exception rates of real ones, 1.02 % (gate, up)
+and 0.22 % (down). All layers have full attention: without its optional kernels, transformers runs linear attention in
+plain torch, so slowly that nothing else would show.
 
 prefill  one sequence, eager, launched ahead, logits of the last token.
 decode   one token for each of 1, 8 and 64 sequences after a context of CONTEXT tokens, static cache, CUDA graph.
 
-First memory: the same model as dense, staged, prefetched and fused, with nothing else on the GPU; `bytes` is the peak
-of the longest prefill. Then time: one model with both forms of scales and one copy of all weights, the four in turns,
-so that a drift of the clocks changes no ratio. Logits of all four are compared, bit for bit, before they are timed.
-Rows have three columns more: tokens a second, bytes that scales take, and all bytes allocated between calls.
+First, memory is measured: the same model as dense, staged, prefetched and fused, with nothing else on the GPU; `bytes`
+is the peak of the longest prefill. Then time: one model with both forms of scales and one copy of all weights runs the
+four in turns, so that a drift of the clocks changes no ratio. The logits of all four are compared, bit for bit, before
+they are timed. Rows have three more columns: tokens per second, bytes of scales, and all bytes allocated between calls.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TINY = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "num_
 
 
 def make_model(num_layers: int, shape: dict[str, int], device: str) -> torch.nn.Module:
-    """The model on the meta device, then its experts and all else made on ``device``."""
+    """Make the model on the meta device, and then its experts and everything else on ``device``."""
     config = AutoConfig.for_model(
         "qwen3_next",
         **shape,
@@ -107,7 +107,7 @@ def fill_experts(experts: NVFP4ExpertsModule, bundle, device: str) -> None:
 
 
 def make_dense(model: torch.nn.Module) -> list:
-    """Decode all scales for good, one layer at a time. Returns each layer's compressed ones, on the CPU."""
+    """Decode all scales permanently, one layer at a time. Returns each layer's compressed scales, on the CPU."""
     experts, kept = nvfp4_experts(model), []
     schedule = experts[0].schedule
     for layer in experts:
@@ -127,7 +127,8 @@ def make_dense(model: torch.nn.Module) -> list:
 
 
 class Switch:
-    """`switch(variant)`: the model runs so from now on. Both forms of scales are resident, and nothing is made."""
+    """`switch(variant)` makes the model run that variant from now on. Both forms of scales are resident, so nothing is
+    made."""
 
     def __init__(self, model: torch.nn.Module, compressed: list) -> None:
         self.model, self.layers = model, nvfp4_experts(model)
@@ -165,7 +166,7 @@ def measured_memory(model: torch.nn.Module, variant: str, length: int) -> dict[s
 
 
 class Case:
-    """One call of the model, by variant, timed in turns."""
+    """One call of the model, whose variants are timed in turns."""
 
     def __init__(self, model: torch.nn.Module, switch: Switch, phase: str, size: int) -> None:
         self.switch, self.name, self.tokens = switch, f"qwen3_next_{phase}_{size}", size
@@ -182,7 +183,7 @@ class Case:
         return function(*arguments)
 
     def check(self) -> list[str]:
-        """What differs from dense, or from itself: also whether it is the graphs or what was captured."""
+        """What differs from dense, or from run to run; also tells whether graphs differ, or what was captured."""
         kinds = {self.condition: self.calls, "eager": self.eager}
         found = {
             (kind, name): [self.with_variant(name, call).clone() for _ in range(2)]
@@ -226,7 +227,7 @@ def bench_case(case: Case, samples: int, memory: dict[str, dict], results: harne
 
 
 def warm_up_linears(model: torch.nn.Module, counts: list[int]) -> None:
-    """Compile the kernels of the linear layers, which compile_ahead does for experts."""
+    """Compile the kernels of the linear layers; for experts, compile_ahead does it."""
     pairs = [linear.as_pair() for linear in nvfp4_linears(model)]
     pairs += [
         (weight, torch.empty(tuple(scales.shape)[1:], dtype=torch.uint8, device="meta")) for weight, scales in pairs
@@ -238,7 +239,8 @@ def main() -> None:
     args = parts.parse_arguments(__doc__, FULL, FEW)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     begin = time.perf_counter()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it differs from call to call, and logits are compared bit for bit
+    # cuDNN's results differ from call to call, and logits are compared bit for bit.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if device == "cuda" and not args.tiny:
         counts = sorted({*args.prefill, *args.decode, *(parts.CONTEXT * batch for batch in args.decode)})
         jobs = itertools.product(("qwen_next",), ("w4a16",), counts, (None,), ("dense", "fused", "staged"))

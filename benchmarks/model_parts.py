@@ -1,4 +1,4 @@
-"""What model.py and dense_model.py share: random weights, calls of a model and their clock, and the command line.
+"""What model.py and dense_model.py share: random weights, calls of a model and their timing, and the command line.
 
 prefill  one sequence, eager, launched ahead, logits of the last token.
 decode   one token for each of some sequences after CONTEXT tokens, with a static cache.
@@ -23,14 +23,16 @@ from finegrained_kernels.integrations.transformers.schedule import Schedule
 COLUMNS = [*harness.COLUMNS, "tokens_per_s", "scale_bytes", "allocated_bytes"]
 CONTEXT = 256
 SLEEP_CYCLES = {"eager": 60_000_000, "graph": 2_000_000, "compiled": 4_000_000}
-"""About 30, 1 and 2 ms that the GPU waits before a sample, so that it is launched ahead."""
+"""How long the GPU sleeps before a sample, about 30, 1 and 2 ms, so that the sample is launched ahead."""
 CALLS = {"eager": 1, "graph": 1, "compiled": 8}
-"""A sample's, one after the other: compiled steps take the CPU's time, too, and a generation waits for the longer."""
+"""Consecutive calls in a sample: compiled steps also take CPU time, and a generation waits for the longer of the
+two."""
 OUT = Path(__file__).parent / "results" / "model.csv"
 
 
 def parse_arguments(doc: str | None, full: dict, few: dict, more: Iterable[str] = ()) -> argparse.Namespace:
-    """Those of both benchmarks, and ``more`` lists of sizes; ``full`` are the defaults, ``few`` those of --tiny."""
+    """The arguments of both benchmarks, and ``more`` lists of sizes; ``full`` has the defaults, ``few`` those of
+    --tiny."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--samples", type=int, help="of prefill; decode takes four times as many")
@@ -49,7 +51,7 @@ def parse_arguments(doc: str | None, full: dict, few: dict, more: Iterable[str] 
 
 
 def make_planes(shape: tuple[int, int, int], rate: float, device: str) -> torch.Tensor:
-    """uint8 `[E, N, C]`: windows around 1.0, and a share of exceptions below them."""
+    """uint8 `[E, N, C]`: windows around 1.0, and a share `rate` of exceptions below them."""
     base = torch.randint(0x2C, 0x34, (*shape[:2], 1), device=device, dtype=torch.uint8)
     planes = base + torch.randint(0, 16, shape, device=device, dtype=torch.uint8)
     chosen = torch.rand(shape, device=device) < rate
@@ -57,7 +59,8 @@ def make_planes(shape: tuple[int, int, int], rate: float, device: str) -> torch.
 
 
 def quantize_linears(model: torch.nn.Module, schedule: Schedule, rate: float, device: str, *, compressed: bool) -> None:
-    """Replace the projections of a model on the meta device by random NVFP4 ones, W4A16, with compressed scales or not.
+    """Replace the projections of a model on the meta device by random NVFP4 ones, W4A16, with dense or compressed
+    scales.
 
     ``rate`` of the scales are exceptions.
     """
@@ -75,7 +78,7 @@ def quantize_linears(model: torch.nn.Module, schedule: Schedule, rate: float, de
 
 
 def nvfp4_linear(replaced: Any, schedule: Schedule, weight: torch.Tensor, scales: Any) -> NVFP4Linear:
-    """A W4A16 layer of the shape of ``replaced``, with scales as `NVFP4Linear.set_scales` takes them."""
+    """A W4A16 layer with the shape of ``replaced``, and with scales as `NVFP4Linear.set_scales` takes them."""
     linear = NVFP4Linear(replaced, schedule)
     linear.activation_format = "bf16"
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -86,14 +89,14 @@ def nvfp4_linear(replaced: Any, schedule: Schedule, weight: torch.Tensor, scales
 
 
 def replace_linears(model: torch.nn.Module, old: list[NVFP4Linear], new: list[NVFP4Linear]) -> None:
-    """Put each of ``new`` where ``old`` is."""
+    """Replace each layer of ``old`` by that of ``new``."""
     places = {id(module): name for name, module in model.named_modules()}
     for before, after in zip(old, new, strict=True):
         model.set_submodule(places[id(before)], after)
 
 
 def make_the_rest(model: torch.nn.Module, device: str, norm: float) -> torch.nn.Module:
-    """What is still on the meta device, made on ``device``: random, and ``norm`` in norms."""
+    """Make everything that is still on the meta device on ``device``: with random values, and ``norm`` in norms."""
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
@@ -105,7 +108,7 @@ def make_the_rest(model: torch.nn.Module, device: str, norm: float) -> torch.nn.
 
 
 def prefill(model: torch.nn.Module, length: int) -> Callable[[], torch.Tensor]:
-    """With a cache, as a generation begins; without one, transformers would wait for the GPU."""
+    """A prefill with a cache, as at the beginning of a generation; without one, transformers would wait for the GPU."""
     ids = torch.arange(length, device=model.device).view(1, -1) * 7 % model.config.vocab_size
 
     def call() -> torch.Tensor:
@@ -116,16 +119,16 @@ def prefill(model: torch.nn.Module, length: int) -> Callable[[], torch.Tensor]:
 
 
 def decode(model: torch.nn.Module, batch: int, forward: Callable | None = None) -> Callable[[], torch.Tensor]:
-    """A step, the same one every time: all variants may share it, as it leaves the cache as it was.
+    """A decoding step, always the same one. All variants may share it, because it does not change the cache.
 
-    ``forward`` takes the model's place in it, such as the model compiled.
+    ``forward`` is called instead of the model, for example the compiled model.
     """
     cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 8)
     ids = torch.arange(batch * CONTEXT, device=model.device).view(batch, CONTEXT) * 7 % model.config.vocab_size
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
     token, position = ids[:, :1].clone(), torch.full((batch, 1), CONTEXT, device=model.device)
-    # The cache counts its own tokens.
+    # The cache counts its tokens.
     counts = [tensor for layer in cache.layers for tensor in vars(layer).values() if is_count(tensor)]
     kept = [count.clone() for count in counts]
 
@@ -143,7 +146,7 @@ def is_count(value: object) -> bool:
 
 
 def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """`step` as a CUDA graph, which keeps `step`: it reads what that holds. On a CPU, `step` itself.
+    """`step` as a CUDA graph, which keeps a reference to `step`, whose tensors it reads. On a CPU, `step` itself.
 
     Raises:
         RuntimeError: the step waits for the GPU.
@@ -167,7 +170,7 @@ def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def time_calls(call: Callable[[], object], condition: str) -> float:
-    """us of one call, the mean of CALLS: on the GPU by events, on the CPU by the clock."""
+    """us of one call, as the mean of CALLS: on the GPU by events, on the CPU by the clock."""
     count = CALLS[condition]
     if not torch.cuda.is_available():
         begin = time.perf_counter()
@@ -185,7 +188,8 @@ def time_calls(call: Callable[[], object], condition: str) -> float:
 
 
 def memory_of(model: torch.nn.Module, layers: list, length: int) -> dict[str, int]:
-    """Bytes of the scales of ``layers``, of all between calls, and at the peak of a prefill of `length` tokens."""
+    """Bytes of the scales of ``layers``, of everything between calls, and at the peak of a prefill of `length`
+    tokens."""
     scales = sum(layer.scale_bytes for layer in layers)
     call = prefill(model, length)
     call()

@@ -1,4 +1,4 @@
-"""A MoE layer by strategy, as several benchmarks call it: shapes, layers of random weights, and their calls."""
+"""A MoE layer by strategy, for several benchmarks: shapes, layers of random weights, and their calls."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from finegrained_kernels import load
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = {"w4a16": "bf16", "w4a4": None}
 PATHS = {"batched": 1 << 30, "grouped": 0}
-"""Most rows of a batched call that make any call one or the other."""
+"""The limit of rows of a batched call that makes every call batched or grouped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model's layer; `gate_percent`, `down_percent`: exceptions of its scales, as the real stacks have."""
+    """A model's layer; `gate_percent`, `down_percent` are the rates of exceptions of the real stacks."""
 
     name: str
     num_experts: int
@@ -43,7 +43,7 @@ class Shape:
 
 QWEN = Shape("qwen", 512, 2560, 640, 8, heads=32, kv_heads=4, head_dim=128)
 QWEN_NEXT = dataclasses.replace(QWEN, name="qwen_next", top_k=10, heads=16, kv_heads=2, head_dim=256)
-"""Of model.py's model."""
+"""The layer of model.py's model."""
 
 TINY = Shape("tiny", 6, 64, 32, 2, heads=4, kv_heads=2, head_dim=16, context=32, layer_tokens=(1, 24),
              path_tokens=(2,), prefill=(24,), decode=(2,))  # fmt: skip
@@ -51,7 +51,8 @@ SHAPES = {shape.name: shape for shape in (QWEN, QWEN_NEXT, TINY)}
 
 
 def make_layer(bundle: ModuleType, shape: Shape, seed: int, scratch: torch.Tensor | None = None):
-    """(dense experts, the same compressed). Random codes; scales with one window a row; gate and up globals differ."""
+    """(dense experts, the same compressed), with random codes, one window of scales per row, and different globals of
+    gate and up."""
     experts, hidden, inner = shape.num_experts, shape.hidden, shape.intermediate
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
@@ -79,7 +80,7 @@ def make_layer(bundle: ModuleType, shape: Shape, seed: int, scratch: torch.Tenso
 
 
 def blank_layer(bundle: ModuleType, shape: Shape):
-    """As `make_layer`, of whatever is in memory: to compile with."""
+    """Like `make_layer`, but with whatever is in memory, only for compiling."""
     experts, hidden, inner = shape.num_experts, shape.hidden, shape.intermediate
     sizes = {"gate_up_scales": (experts, 2 * inner, hidden // 16), "down_scales": (experts, hidden, inner // 16)}
     dense = bundle.NVFP4Experts(
@@ -122,7 +123,8 @@ def layer_calls(bundle: ModuleType, layer, call, options: dict) -> dict[str, Cal
 
 @contextlib.contextmanager
 def batched_up_to(bundle: ModuleType, rows: int | None) -> Iterator[None]:
-    """Another limit of batched calls meanwhile, None for the bundle's own; a graph keeps what its capture saw."""
+    """Use another limit of batched calls meanwhile; None is the bundle's own. A graph keeps the limit of its
+    capture."""
     moe = importlib.import_module(f"{bundle.__name__}.moe.layer")
     rule = moe.BATCHED_MAX_ROWS
     moe.BATCHED_MAX_ROWS = rule if rows is None else rows
@@ -134,13 +136,14 @@ def batched_up_to(bundle: ModuleType, rows: int | None) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def blank_layer_of(name: str):
-    """This process's (bundle, layer)."""
+    """(bundle, layer) of this process."""
     bundle = load()
     return bundle, blank_layer(bundle, SHAPES[name])
 
 
 def compile_one(name: str, activations: str, tokens: int, path: str | None, strategy: str) -> None:
-    """Launch what a layer's call launches, for the compiler's cache; `path`: one of PATHS, not the bundle's choice."""
+    """Launch what a layer's call launches, to fill the compiler's cache; `path` is one of PATHS, or None for the
+    bundle's choice."""
     torch.set_num_threads(1)
     bundle, layer = blank_layer_of(name)
     calls = layer_calls(bundle, layer, make_call(SHAPES[name], tokens, 0), {"activation_format": FORMATS[activations]})

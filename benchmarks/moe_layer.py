@@ -1,7 +1,7 @@
 """What does keeping scales compressed cost a whole MoE layer, and a stack of them, by strategy?
 
     LOCAL_KERNELS=kernels-community/finegrained-kernels=$PWD/build python benchmarks/moe_layer.py [--only layer stack]
-        [--merge]: into the file that there is, in place of its rows of the same case and variant
+    [--merge]: into the existing file, replacing its rows of the same case and variant
 
 Strategies: `dense`; `staged`, decoding in the call; `prefetched`, decoded before it (in a stack: on a side stream, into
 one scratch, or two as `prefetched_2`); `fused`; and in a stack `default`, for a caller who prefetches and names none.
@@ -78,7 +78,7 @@ def check_layer(bundle: ModuleType, shape: Shape, layer, tokens: int, options: d
 
 
 def layer_bytes(layer, index: torch.Tensor) -> dict[str, int]:
-    """Weights and scales of the experts in `index`, by strategy."""
+    """Bytes of weights and scales of the experts in `index`, by strategy."""
     dense, compressed = layer
     share = len(index.unique()) / dense.num_experts
     weights = dense.gate_up.nbytes + dense.down.nbytes
@@ -96,7 +96,7 @@ def bench_layer(bundle: ModuleType, shape: Shape, formats: list[str], results: h
         check_layer(bundle, shape, layer, tokens, options)
         call = make_call(shape, tokens, seed=0)
         bundle.expand_scales(layer[1])
-        # Staged rewrites the scratch with the same bytes, so prefetched may follow it.
+        # Staged writes the same bytes to the scratch again, so prefetched may follow it.
         calls, moved = layer_calls(bundle, layer, call, options), layer_bytes(layer, call[1])
         timings, roofs = time_beside_roofs(calls, moved, layer[0].gate_up, samples=num_samples(tokens), flush=True)
         for name, timing in timings.items():
@@ -121,7 +121,7 @@ def bench_memory(shape: Shape, layer, results: harness.Results) -> None:
 
 
 def add_row(results: harness.Results, case: str, variant: str, timing: harness.Timing | None = None, **columns) -> None:
-    """A row that has no roof, or no time."""
+    """Add a row that has no roof, or no time."""
     results.append(case, variant, timing, **columns)
     row = results.rows[-1]
     spread = "" if timing is None else f"({row['us_p20']} to {row['us_p80']})"
@@ -151,7 +151,8 @@ def on_path(bundle: ModuleType, path: str, run: Callable[[], torch.Tensor]) -> t
 
 
 class Stack:
-    """Attention and MoE layers in turns, on dense experts and on compressed ones with one scratch or two."""
+    """Alternating attention and MoE layers, with dense experts, and with compressed ones that have one or two
+    scratches."""
 
     def __init__(self, bundle: ModuleType, shape: Shape, num_layers: int) -> None:
         self.bundle, self.shape = bundle, shape
@@ -178,7 +179,8 @@ class Stack:
         return F.rms_norm(x, x.shape[-1:])
 
     def attention(self, i: int, x: torch.Tensor, cache: torch.Tensor | None) -> torch.Tensor:
-        """Causal over one sequence `x [M, H]`; or M sequences' next token over `cache [2, M, heads, context, dim]`."""
+        """Causal attention over one sequence `x [M, H]`, or of M sequences' next token over
+        `cache [2, M, heads, context, dim]`."""
         shape = self.shape
         widths = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
         q, k, v = (x @ self.to_qkv[i]).split(widths, dim=-1)
@@ -188,7 +190,7 @@ class Stack:
             k, v = (t.view(1, len(x), shape.kv_heads, shape.head_dim).transpose(1, 2) for t in (k, v))
             k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        else:  # heads that share keys are rows of one product
+        else:  # heads that share keys become rows of one product
             q = q.view(len(x), shape.kv_heads, group, shape.head_dim)
             out = F.scaled_dot_product_attention(q, *cache)
         return out.reshape(len(x), -1) @ self.to_out[i]
@@ -270,7 +272,7 @@ def bench_stack(
 
 
 def bench_timeline(stack: Stack, case: str, call, options: dict, results: harness.Results, moved: int) -> None:
-    """What prefetch hides, from marks on the GPU's streams in eager steps."""
+    """Measure what prefetching hides, by marks on the GPU's streams in eager steps."""
     timeline, tokens = Timeline(stack, call, options), len(call[0])
     dense = stack.runner("dense", tokens, None, 0, options)()
     outputs = {f"a timeline's step {first}": timeline.step(first)[0] for first in range(2)}
@@ -294,7 +296,8 @@ def bench_timeline(stack: Stack, case: str, call, options: dict, results: harnes
 
 
 def compile_jobs(shape: Shape, formats: list[str], benches: list[str]) -> list[tuple]:
-    """Different kernels side by side: fewer processes then wait for what another has just compiled."""
+    """Jobs in an order in which different kernels are compiled at the same time, so that fewer processes wait for each
+    other."""
     counts = {"layer": shape.layer_tokens, "paths": (), "stack": (*shape.prefill, *shape.decode)}
     whole = sorted({(count, None) for bench in benches for count in counts[bench]})
     calls = whole + (list(itertools.product(shape.path_tokens, PATHS)) if "paths" in benches else [])

@@ -1,4 +1,5 @@
-"""How close to memory's speed are the NVFP4 GEMMs in decode, and how do they compare with torch's bf16 in prefill?
+"""How close to the speed of memory are the NVFP4 GEMMs in decoding, and how do they compare with torch's bf16 in
+prefill?
 
 `python benchmarks/nvfp4_gemm.py [--out FILE] [--only decode prefill dense] [--bundle build/torch-cuda]`, on a GPU;
 `--tiny` runs the same code on small shapes, on a CPU too, to see that it runs. Uniform top-8 routing of random tokens,
@@ -33,13 +34,13 @@ BATCHED_TOKENS = 8
 
 
 def grouped_mm(*args, **kwargs) -> torch.Tensor:
-    """torch's grouped GEMM, by its public name where this torch has it."""
+    """torch's grouped GEMM, by its public name if this torch has it."""
     public = getattr(torch.nn.functional, "grouped_mm", None)
     return (public or torch._grouped_mm)(*args, **kwargs)
 
 
 def torch_grouped_call(problem: Problem, dense: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The routed rows, already gathered, times bf16 weights [E, rows, K]; checked."""
+    """A call that multiplies the routed rows, already gathered, by bf16 weights [E, rows, K]; its result is checked."""
     call, ends = problem.call("w4a16"), problem.start[1:].contiguous()
     rows = problem.x[call.sources]
     run = functools.partial(grouped_mm, rows, dense.transpose(-2, -1), offs=ends)
@@ -53,7 +54,8 @@ def torch_grouped_call(problem: Problem, dense: torch.Tensor) -> Callable[[], to
 
 def add_timings(results: harness.Results, case: str, problem: Problem, calls: dict[str, Callable],
                 baselines: dict[str, str]) -> None:  # fmt: skip
-    """Time `calls`, by variant, in turns with the sweeps that are their roof; `baselines`: another, or read_sweep."""
+    """Time `calls`, by variant, in turns with the sweeps that are their roof. `baselines` names another variant, or
+    read_sweep."""
     moved = dict.fromkeys(calls, problem.moved)
     for condition, options in harness.conditions(problem.moved).items():
         timings, roofs = time_beside_roofs(calls, moved, problem.weights.memory, **options)
@@ -106,7 +108,7 @@ BENCHES = {"decode": bench_decode, "prefill": bench_prefill, "dense": bench_dens
 
 
 def compile_jobs(directory: Path | None, only: list[str]) -> list[tuple]:
-    """Arguments of `launch_once`, different kernels side by side."""
+    """Arguments of `launch_once`, ordered so that different kernels are compiled at the same time."""
     jobs = []
     for part in only:
         cases = {"decode": CASES, "prefill": PREFILL_CASES, "dense": (DENSE,)}[part]

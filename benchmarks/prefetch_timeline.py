@@ -1,9 +1,9 @@
-"""How much of the expansion of scales does prefetch hide? Read off the GPU's own timeline, layer by layer.
+"""How much of the expansion of scales does prefetching hide? Measured on the GPU's own timeline, layer by layer.
 
 Whole steps cannot tell: expansion is a few percent of a prefill, and the clock drifts by as much. So events are
-recorded in an eager step. Every other layer is prefetched, expanded on the side stream beside its attention; those
-between expand on the main stream after attention, alone. The next step swaps them, and both together are a round: each
-layer once in either way, at the same clock.
+recorded in an eager step. Every other layer is prefetched, so its scales are expanded on the side stream beside its
+attention; the layers between them expand alone, on the main stream after attention. The next step swaps them, and both
+steps together are a round, in which each layer runs once in either way, at the same clock.
 
     main stream  | begin | attention                          | ready | MoE
     side stream  | expansion begin .. end |                        (waits for the end of the expansion)
@@ -11,8 +11,9 @@ layer once in either way, at the same clock.
 exposed    what prefetched layers wait: `max(0, end - ready)`, summed over layers.
 loss       what their attention, `ready - begin`, takes longer than without an expansion beside it, summed.
 
-Hidden is `1 - exposed / expansion`, of the expansions that ran alone; strictly, `1 - (exposed + loss) / expansion`.
-A kernel that sleeps holds the GPU back until the step is launched, so that no launch is what a layer waits for.
+The hidden share is `1 - exposed / expansion`, where the expansions ran alone; strictly, it is
+`1 - (exposed + loss) / expansion`. A sleeping kernel delays the GPU until the whole step is launched, so that no layer
+waits for a launch.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ import harness
 import torch
 
 SLEEP_CYCLES = 40_000_000
-"""About 20 ms: launching a step of some layers takes less."""
+"""About 20 ms; launching a step of several layers takes less."""
 
 
 class Clock:
-    """Marks on the current stream's timeline, by name; by the wall clock where there is no GPU."""
+    """Marks on the current stream's timeline, by name; without a GPU, by the wall clock."""
 
     def __init__(self) -> None:
         self._origin = self._now()
 
     def mark(self) -> Callable[[], float]:
-        """Now, on this stream: asked for in us after the GPU has come past it."""
+        """Mark this moment on this stream. Its time in us is available once the GPU has passed it."""
         now = self._now()
         if isinstance(now, float):
             return lambda: (now - self._origin) * 1e6
@@ -55,7 +56,7 @@ class Clock:
 
 @dataclasses.dataclass
 class LayerMarks:
-    """Of one layer in one step."""
+    """The marks of one layer in one step."""
 
     is_prefetched: bool
     begin: Callable[[], float]
@@ -63,7 +64,7 @@ class LayerMarks:
     expansion: tuple[Callable[[], float], Callable[[], float]]
 
     def spans(self) -> dict[str, float]:
-        """us by what they are, as in `Timeline.round`."""
+        """Spans in us by name, as in `Timeline.round`."""
         begin, ready, expansion_begin, expansion_end = (mark() for mark in (self.begin, self.ready, *self.expansion))
         attention, expansion = ready - begin, expansion_end - expansion_begin
         if not self.is_prefetched:
@@ -74,7 +75,7 @@ class LayerMarks:
 
 @contextlib.contextmanager
 def noted_expansions(bundle: ModuleType, clock: Clock) -> Iterator[list]:
-    """Marks around each expansion that a `ScalePrefetcher` starts meanwhile, on the stream it starts it on."""
+    """Marks around each expansion that a `ScalePrefetcher` starts meanwhile, on the stream on which it starts."""
     prefetch = importlib.import_module(f"{bundle.__name__}.moe.prefetch")
     decode, noted = prefetch.decode_scales, []
 
@@ -92,14 +93,14 @@ def noted_expansions(bundle: ModuleType, clock: Clock) -> Iterator[list]:
 
 
 class Timeline:
-    """Steps of a `moe_layer.Stack` on one call, with marks."""
+    """Steps of a `moe_layer.Stack` for one call, with marks."""
 
     def __init__(self, stack, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor], options: dict) -> None:
         self.stack, self.call, self.options = stack, call, options
         self.cycles = SLEEP_CYCLES
 
     def step(self, first: int) -> tuple[torch.Tensor, list[LayerMarks]]:
-        """The stack's output, layers `first`, `first + 2`, .. prefetched."""
+        """The stack's output, with layers `first`, `first + 2`, .. prefetched."""
         clock = Clock()
         if torch.cuda.is_available():
             torch.cuda._sleep(self.cycles)
@@ -136,7 +137,7 @@ class Timeline:
         return x + out, LayerMarks(False, begin, ready, expansion)
 
     def round(self) -> dict[str, float]:
-        """us of every layer once in either way, summed."""
+        """us summed over all layers, each run once in either way."""
         sums: dict[str, float] = {}
         for first in range(2):
             for marks in self.step(first)[1]:
@@ -145,12 +146,13 @@ class Timeline:
         return sums | {"attention_loss": sums["attention_with_prefetch"] - sums["attention_alone"]}
 
     def measure(self, rounds: int) -> dict[str, harness.Timing]:
-        """Of a stack's sums: quantiles over rounds. The first round is not counted."""
+        """Quantiles of the stack's sums over rounds. The first round is not counted."""
         found = [self.round() for _ in range(rounds + 1)][1:]
         return {name: harness.quantiles([sums[name] for sums in found]) for name in found[0]}
 
 
 def hidden(timings: dict[str, harness.Timing]) -> tuple[float, float]:
-    """The share of the expansion that prefetch hides: by exposed time, and by that and attention's loss."""
+    """The share of the expansion that prefetching hides: counting exposed time, and counting that and attention's
+    loss."""
     expansion, exposed, loss = (timings[name].p50 for name in ("expansion", "exposed", "attention_loss"))
     return 1 - exposed / expansion, 1 - (exposed + max(0.0, loss)) / expansion

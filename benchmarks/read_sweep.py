@@ -1,4 +1,4 @@
-"""The read-only roof: a sweep that loads every byte once and stores one word a program."""
+"""The read-only roof: a sweep that loads every byte once and stores one word per program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def read_sweep_kernel(in_ptr, out_ptr, num_words, BLOCK: tl.constexpr):
-    """Sum int64 words; every program walks blocks pid, pid + programs, .."""
+    """Sum int64 words; every program goes through blocks pid, pid + programs, .."""
     total = tl.zeros((BLOCK,), tl.int64)
     for block in tl.range(
         tl.program_id(0), tl.cdiv(num_words, BLOCK), tl.num_programs(0), num_stages=1, loop_unroll_factor=4
@@ -24,7 +24,7 @@ def read_sweep_kernel(in_ptr, out_ptr, num_words, BLOCK: tl.constexpr):
 
 
 def read_sweep(words: torch.Tensor, programs_per_sm: int, num_warps: int) -> torch.Tensor:
-    """One read of `words` (int64, 1-D), two 16-byte loads a lane a step."""
+    """Read `words` (int64, 1-D) once, with two 16-byte loads per lane and step."""
     sms = torch.cuda.get_device_properties(words.device).multi_processor_count
     block = num_warps * 32 * 4
     grid = min(sms * programs_per_sm, triton.cdiv(words.numel(), block))
@@ -34,7 +34,7 @@ def read_sweep(words: torch.Tensor, programs_per_sm: int, num_warps: int) -> tor
 
 
 LAUNCHES = ((4, 4), (8, 4), (8, 8), (16, 4))
-"""Programs an SM and warps of the sweeps, the fastest of which is the roof."""
+"""(programs per SM, warps) of the sweeps, the fastest of which is the roof."""
 
 
 def time_beside_roofs(
@@ -48,7 +48,7 @@ def time_beside_roofs(
     """`harness.time_in_turns`, with its options, of calls that move `moved` bytes, and of sweeps of as many bytes of
     `memory`, launched in each of `launches`.
 
-    Returns the calls' timings, and for each the us of its roof, scaled where `memory` holds fewer bytes.
+    Returns the calls' timings, and for each the us of its roof, scaled if `memory` has fewer bytes.
     """
     words = memory.flatten()[: memory.numel() // 8 * 8].view(torch.int64)
     sweeps, swept = {}, {}

@@ -1,4 +1,4 @@
-"""Do 48 layers run from scales that stay compressed, with no dense scale buffer anywhere?
+"""Do 48 layers run with scales that stay compressed, without any buffer of dense scales?
 
 `python benchmarks/resident_scales.py [--out FILE] [--layers 48] [--tokens 1 64 4096] [--bundle build/torch-cuda]`, on
 a GPU; `--tiny` runs small layers, on a CPU too, without the memory's figures. Scales of every layer are resident,
@@ -8,9 +8,9 @@ of tokens, every layer's experts run: gate_up, down, weighted sum, the same toke
 Rows `fused` hold the time of all layers, in a CUDA graph, and as bytes what they read of scales; `peak` and `calls` the
 peak of memory and how much of it is not resident; the others what is resident, and what dense scales would be.
 
-It fails, at its end, if a call asks the allocator for anything but a result, indices or activations in another order,
-if the peak is more than what is resident and these, or if the first or last layer's result is not that of dense scales
-to the bit.
+It fails, at its end, if a call requests memory for anything but a result, indices or activations in another order, if
+the peak is higher than these and what is resident, or if the first or last layer's result does not have the bits of
+dense scales.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scale_planes import PERCENT, make_planes, plain_scales
 
 MIB = 1 << 20
 ROUTING_BYTES = 4 * MIB
-"""Indices, and what sorting takes: no more."""
+"""An upper bound for indices and what sorting takes."""
 
 QWEN = {"experts": 512, "hidden": 2560, "intermediate": 640}
 TINY = {"experts": 16, "hidden": 128, "intermediate": 64}
@@ -52,7 +52,7 @@ class Stack:
 
     @property
     def dense_bytes(self) -> list[int]:
-        """Of a layer's stacks of scales, dense."""
+        """Bytes of a layer's stacks of scales, if they were dense."""
         return [weights.numel() // 8 for weights in (self.gate_up, self.down)]
 
     @property
@@ -69,7 +69,7 @@ class Stack:
 
 
 def build_stack(bundle, layers: int, shape: dict[str, int], device: str, *, fill: bool = True) -> Stack:
-    """With `fill=False`, to compile with: no exceptions."""
+    """Make a stack. With `fill=False`, it has no exceptions, and is only for compiling."""
     experts, hidden, intermediate = shape.values()
     torch.manual_seed(0)
     gate_up, down = (
@@ -93,7 +93,7 @@ def build_stack(bundle, layers: int, shape: dict[str, int], device: str, *, fill
 
 
 def result_faults(stack: Stack, layer: tuple, inputs: tuple, out: torch.Tensor) -> list[str]:
-    """`out` is what dense scales give. Decodes: after memory was measured only."""
+    """Compare `out` with the result of dense scales. It decodes scales, so call it only after memory was measured."""
     dense = stack.run(tuple(map(stack.bundle.decompress_nvfp4_csf_scales, layer)), *inputs)
     if not bool(dense.isfinite().all()) or not bool(dense.any()):
         return [f"{len(out)} tokens: the result of dense scales is not finite, or all zero"]
@@ -103,7 +103,7 @@ def result_faults(stack: Stack, layer: tuple, inputs: tuple, out: torch.Tensor) 
 
 @contextlib.contextmanager
 def noted_allocations() -> Iterator[list[int]]:
-    """The sizes that the allocator was asked for meanwhile, filled in at the end."""
+    """The sizes that were requested from the allocator meanwhile, filled in at the end."""
     sizes: list[int] = []
     torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
     try:
@@ -115,13 +115,13 @@ def noted_allocations() -> Iterator[list[int]]:
 
 
 def memory_faults(stack: Stack, tokens: int, sizes: list[int], peak: int) -> list[str]:
-    """Sizes and the peak above what is resident, against what a layer's calls need."""
+    """Compare sizes, and the peak above what is resident, with what a layer's calls need."""
     rows, hidden, intermediate = tokens * TOP_K, stack.down.shape[1], stack.down.shape[2] * 2
     inner, out, hidden_states = (2 * count for count in (rows * intermediate, rows * hidden, tokens * hidden))
     permuted = [inner // intermediate * -(-intermediate // 256) * 256, inner, hidden_states]  # rows in whole chunks
     known = [inner, out, hidden_states, *permuted]
     strangers = [size for size in sizes if size > ROUTING_BYTES and not any(0 <= size - own < 512 for own in known)]
-    allowed = inner + out + permuted[0] + 2 * hidden_states + 2 * ROUTING_BYTES  # two layers' results are kept
+    allowed = inner + out + permuted[0] + 2 * hidden_states + 2 * ROUTING_BYTES  # the results of two layers are kept
     faults = []
     if not sizes:
         faults.append("no allocation was noted, not even a result's")
@@ -142,7 +142,7 @@ def make_inputs(tokens: int, shape: dict[str, int], device: str) -> tuple[torch.
 
 
 def run_all(stack: Stack, inputs: tuple) -> list[torch.Tensor]:
-    """Every layer on the same tokens; the first result and the last."""
+    """Run every layer on the same tokens. Returns the first and the last result."""
     first = last = None
     for layer in stack.scales:
         del last
@@ -152,7 +152,7 @@ def run_all(stack: Stack, inputs: tuple) -> list[torch.Tensor]:
 
 
 def run_tokens(stack: Stack, tokens: int, shape: dict[str, int], case: str, results: harness.Results) -> list[str]:
-    """What went wrong."""
+    """Run and measure all layers for this many tokens. Returns what went wrong."""
     inputs, faults = make_inputs(tokens, shape, stack.gate_up.device.type), []
     if not torch.cuda.is_available():
         outputs = run_all(stack, inputs)
@@ -189,7 +189,7 @@ def run_tokens(stack: Stack, tokens: int, shape: dict[str, int], case: str, resu
 
 
 def launch_once(directory: Path | None, tokens: int, is_dense: bool) -> None:
-    """One layer's launches, in a process of its own, for the compiler's cache."""
+    """Launch one layer in a separate process, to fill the compiler's cache."""
     torch.set_num_threads(1)
     stack = build_stack(get_bundle(directory), 1, QWEN, "cuda", fill=False)
     (layer,) = stack.scales

@@ -1,9 +1,9 @@
-"""`make bench`: every benchmark that this machine can run, one after another, each in a process of its own.
+"""`make bench`: runs every benchmark that this machine can run, one after another, each in a separate process.
 
     python benchmarks/run.py --out benchmarks/local [--only csf_cpu ...]
 
-A benchmark is a script here that writes the CSV file of its name with `--out FILE`. All need a CUDA GPU, but those in
-`ON_CPU`.
+A benchmark is a script here that writes the CSV file of its name with `--out FILE`. All need a CUDA GPU, except those
+in `ON_CPU`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELPERS = {
 
 
 def scripts() -> list[str]:
-    """Names of the benchmarks: not what they share, nor tuning, nor what `kernels benchmark` runs."""
+    """Names of the benchmarks, without modules that they share, tuning, and what `kernels benchmark` runs."""
     names = sorted(path.stem for path in HERE.glob("*.py"))
     return [name for name in names if name not in HELPERS and not name.startswith(("tune_", "benchmark"))]
 

@@ -1,17 +1,17 @@
-"""Scale planes as trained stacks have them: a window of 16 values a row, and a share of exceptions."""
+"""Scale planes like those of trained stacks: a window of 16 values per row, and a share of exceptions."""
 
 from __future__ import annotations
 
 import torch
 
 PERCENT = {"qwen_gate_up": 1.02, "qwen_down": 0.22, "glm_gate_up": 0.30, "glm_down": 0.30}
-"""Exceptions of the models' own stacks; GLM's are a guess."""
+"""Rates of exceptions of the models' own stacks; those of GLM are a guess."""
 
 
 def make_planes(
     num_planes: int, num_rows: int, num_cols: int, percent: float, seed: int = 0, device: str = "cuda"
 ) -> torch.Tensor:
-    """uint8 `[E, N, C]`: a window of 16 values a row, and `percent` of the bytes below it, as exceptions are."""
+    """uint8 `[E, N, C]`: a window of 16 values per row, and `percent` of the bytes below it, as exceptions."""
     generator = torch.Generator(device).manual_seed(seed)
     options = {"generator": generator, "device": device}
     shape = (num_planes, num_rows, num_cols)
@@ -26,7 +26,7 @@ def make_planes(
 
 
 def plain_scales(bundle, num_planes: int, num_rows: int, num_cols: int, device: str = "cuda"):
-    """Compressed scales that are all 0, without exceptions: made in no time, to compile with."""
+    """Compressed scales that are all 0, without exceptions. They are quick to make, and only for compiling."""
     options = {"dtype": torch.uint8, "device": device}
     bases = torch.zeros(num_planes, num_rows, **options)
     codes = torch.zeros(num_planes, num_rows, num_cols // 2, **options)
@@ -35,5 +35,5 @@ def plain_scales(bundle, num_planes: int, num_rows: int, num_cols: int, device: 
 
 
 def moved_bytes(planes: int, num_rows: int, num_cols: int, exceptions: int) -> int:
-    """Read and written by decoding `planes` of them: bases, codes and exceptions, and a byte a scale."""
+    """Bytes read and written by decoding `planes` planes: bases, codes and exceptions, and one byte per scale."""
     return planes * (num_rows + num_rows * num_cols * 3 // 2) + 4 * exceptions

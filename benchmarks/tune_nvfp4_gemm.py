@@ -1,4 +1,4 @@
-"""Choose the tiles of the NVFP4 GEMM on this GPU: check every candidate, time it, write the table the bundle ships.
+"""Choose the tiles of the NVFP4 GEMM on this GPU: check every candidate, time it, and write the table for the bundle.
 
     python benchmarks/tune_nvfp4_gemm.py --bundle build/torch-cuda --out DIR [--cases qwen_down ..] [--tokens 1 8 ..]
         [--scales dense compressed]
@@ -37,7 +37,7 @@ SMALL = [  # block_n, block_k, num_warps, num_stages
     (128, 128, 2, 4), (128, 128, 4, 4), (128, 128, 8, 4), (128, 256, 4, 3), (128, 256, 4, 4), (128, 256, 8, 3),
     (128, 512, 8, 3), (256, 128, 8, 4), (256, 256, 8, 3),
 ]  # fmt: skip
-TIGHT = [  # of 8 tokens: block_n, block_k, num_warps, num_stages, and what lets more of them share a multiprocessor
+TIGHT = [  # for 8 tokens: block_n, block_k, num_warps, num_stages, and what lets more of them share a multiprocessor
     (64, 256, 2, 2, {"max_registers": 128}), (64, 256, 4, 2, {"max_registers": 128}),
     (64, 256, 4, 3, {"max_registers": 128}), (64, 128, 2, 3, {"max_registers": 128}),
     (64, 128, 2, 4, {"max_registers": 128, "chunks_at_once": 2}),
@@ -62,8 +62,8 @@ def uniform_routing(bundle: ModuleType, tokens: int, experts: int):
 
 
 def make_weights(bundle: ModuleType, case: str, experts: list[int], kind: str):
-    """(packed codes, dense scales, the same as `kind`); of experts that are not in `experts`, codes are whatever memory
-    holds and scales 0."""
+    """(packed codes, dense scales, the same scales as `kind`). For experts that are not in `experts`, codes are
+    whatever memory holds, and scales are 0."""
     num_experts, cols, depth, gate = CASES[case]
     rows = cols * (2 if gate else 1)
     packed = torch.empty(num_experts, rows, depth // 2, dtype=torch.uint8, device="cuda")
@@ -96,14 +96,14 @@ def make_gemm(bundle: ModuleType, case: str, tokens: int, weights, routing, dtyp
 
 
 def moved_bytes(gemm, active: int) -> int:
-    """Weights and scales of the active experts once, activations once, outputs once."""
+    """Bytes of weights and scales of the active experts, activations and outputs, each once."""
     rows, depth = gemm.b.shape[1], gemm.depth
     return active * rows * (depth // 2 + depth // 16) + gemm.a.numel() * 2 + gemm.num_rows * gemm.num_cols * 2
 
 
 def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
-    """Configurations worth compiling for this many tokens; the occupancy is filled in after compiling. Tiles of
-    compressed scales leave room for their strip."""
+    """Configurations that are worth compiling for this many tokens; the occupancy is filled in after compiling. Tiles
+    for compressed scales leave room for their strip."""
     plan = part(bundle, "gemm.smem_plan")
     experts, _, depth, gate = CASES[case]
     mean = tokens * TOP_K / experts
@@ -122,21 +122,22 @@ def candidates(bundle: ModuleType, tokens: int, case: str, kind: str):
     if mean > 16:
         found += [plan.Config(n, 128, t, warps, stages, 1, warpgroup=True) for n, t, warps, stages in LARGE]
     if kind == "compressed":
-        result_bytes = 1 if gate else 2  # of bfloat16
+        result_bytes = 1 if gate else 2  # for bfloat16
         found = [plan.with_strip(config, depth, result_bytes) for config in found]
         found = [dataclasses.replace(config, programs_per_sm=1) for config in found]
     return dict.fromkeys(found)
 
 
 def strip_bytes(bundle: ModuleType, config, gemm, kind: str) -> int:
-    """Shared memory that the kernel declares beside Triton's, for strips of scales, if there are any."""
+    """Shared memory that the kernel declares in addition to Triton's, for strips of scales, if there are any."""
     plan, launch = part(bundle, "gemm.smem_plan"), part(bundle, "gemm.dispatch")
     has_strip = kind == "compressed" or launch.brings_whole_scales(gemm, config)
     return plan.strip_bytes(config, gemm.depth) if has_strip else 0
 
 
 def occupancy(kernel, declared: int) -> int:
-    """Programs an SM holds, by registers and shared memory, `declared` bytes of which Triton does not know."""
+    """How many programs fit in an SM, by registers and shared memory; Triton does not know of `declared` bytes of the
+    latter."""
     threads = kernel.metadata.num_warps * 32
     registers = -(-kernel.n_regs // 8) * 8 * threads
     shared = kernel.metadata.shared + declared + 1024
@@ -144,7 +145,8 @@ def occupancy(kernel, declared: int) -> int:
 
 
 def check_candidate(job) -> tuple:
-    """Compile one candidate and compare it with the torch implementation; also warms the compiler's disk cache."""
+    """Compile one candidate and compare it with the torch implementation. This also fills the compiler's cache on
+    disk."""
     directory, case, kind, tokens, config_values = job
     torch.set_num_threads(1)
     try:
@@ -155,7 +157,7 @@ def check_candidate(job) -> tuple:
         tokens = max(1, min(tokens, 2 * config.block_t))
         routing = uniform_routing(bundle, tokens, experts)
         start, used = torch.zeros_like(routing[0]), [0, experts - 1]
-        for expert, count in zip(used, (3, config.block_t + 1), strict=True):  # the rest of the rows have no expert
+        for expert, count in zip(used, (3, config.block_t + 1), strict=True):  # the other rows have no expert
             start[expert + 1 :] += count
         start.clamp_(max=tokens * TOP_K)
         weights = make_weights(bundle, case, used, kind)
@@ -243,7 +245,7 @@ def time_candidates(bundle: ModuleType, arguments, plan: dict, failed: set, bega
 
 
 def time_config(bundle: ModuleType, gemm, config, declared: int) -> list:
-    """[(config with its programs an SM, cold us)], for full occupancy and for less."""
+    """[(config with its programs per SM, cold us)], for full and for lower occupancy."""
     from harness import time_cold
 
     launch = part(bundle, "gemm.dispatch")
@@ -261,7 +263,7 @@ def without_defaults(config) -> dict:
 
 
 def merged(directory: Path, entries: list[dict]) -> list[dict]:
-    """The bundle's entries for this device, with `entries` in their places."""
+    """The bundle's entries for this device, with `entries` added or replaced."""
 
     def place(entry: dict) -> tuple:
         return entry["n"], entry["k"], entry.get("compressed", False), entry["rows_per_expert"]

@@ -1,4 +1,4 @@
-"""Load an NVFP4 mixture-of-experts model, generate, and compare what becomes of its scales.
+"""Load an NVFP4 mixture-of-experts model, generate text, and compare ways to keep its scales.
 
     python examples/generate.py PATH_OR_HUB_ID [--device cuda] [--strategies dense staged fused] [--tokens 64]
 
@@ -31,7 +31,7 @@ def load(path: str, strategy: str, device: str):
 
 
 def prompt(path: str, device: str) -> torch.Tensor:
-    """Token ids `[1, length]`: of PROMPT, or of anything where there is no tokenizer."""
+    """Token ids `[1, length]`: of PROMPT, or arbitrary ones if there is no tokenizer."""
     try:
         ids = AutoTokenizer.from_pretrained(path)(PROMPT).input_ids
     except (OSError, ValueError, AttributeError):

@@ -1,8 +1,8 @@
 """Build the hub bundle: ``build/torch-<backend>/`` from ``build.toml`` and ``torch-ext/``.
 
-The hub's own builder runs under nix; this is its torch-noarch step alone, for a checkout, the wheel and the tests. It
-copies the source, generates ``_ops.py`` and ``metadata.json``, and checks both through the code that loads them. The
-same tree gives the same bytes: nothing of the clock, the machine or the git state goes in.
+The hub's own builder runs under nix; this is only its torch-noarch step, for a checkout, the wheel and the tests. It
+copies the source, generates ``_ops.py`` and ``metadata.json``, and checks both with the code that loads them. The same
+tree gives the same bytes: they do not depend on the clock, the machine or the git state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bundle_rules import violations
 
 try:
     from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
-except ImportError:  # kernels 0.16 has the readers in a package of their own, and none for build.toml
+except ImportError:  # kernels 0.16 has the readers in a separate package, and none for build.toml
     from kernels_data import Digest, DigestAlgorithm, Metadata
 
     Build = None
@@ -49,10 +49,10 @@ class BundleError(ValueError):
 def build(root: Path, out: Path) -> list[Path]:
     """Build every variant that ``root/build.toml`` names into ``out`` and return their directories.
 
-    ``out`` is replaced as a whole, by a rename, so that it never holds half a build nor a file of an earlier one.
+    ``out`` is replaced as a whole, by a rename, so it never contains half a build, or files of an earlier one.
 
     Raises:
-        BundleError: ``build.toml`` or the source breaks a rule, or ``out`` holds something else than a bundle.
+        BundleError: ``build.toml`` or the source breaks a rule, or ``out`` contains something other than a bundle.
     """
     config = _read_config(root)
     module = config["name"].replace("-", "_")
@@ -74,7 +74,7 @@ def build(root: Path, out: Path) -> list[Path]:
 
 
 def _read_config(root: Path) -> dict:
-    """The part of ``build.toml`` that a torch-noarch build needs, once kernel-builder's own parser has accepted it."""
+    """The part of ``build.toml`` that a torch-noarch build needs, after kernel-builder's own parser has accepted it."""
     if Build is not None:
         try:
             Build.open(root)
@@ -129,14 +129,14 @@ def _write_variant(directory: Path, backend: str, config: Mapping, sources: Mapp
 
 
 def _uid(metadata: Mapping, sources: Mapping[str, bytes]) -> str:
-    """A name for this content: kernels imports a variant, and registers its operators, under it."""
+    """A name for this content, under which kernels imports a variant and registers its operators."""
     hashes = {path: hashlib.sha256(content).hexdigest() for path, content in sources.items()}
     content = json.dumps([metadata, hashes, OPS_TEMPLATE], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:UID_DIGITS]
 
 
 def _check_variant(directory: Path, identifier: str, files: Mapping[str, bytes]) -> None:
-    """Read the variant back as a loader does, and compare with hashes taken here of what was to be written."""
+    """Read the variant back as a loader does, and compare it with hashes of what should have been written."""
     metadata = Metadata.read_from_file(directory / "metadata.json")
     metadata.digest.validate(Digest.hash_variant(metadata.digest.algorithm, directory))
     expected = {path: base64.b64encode(hashlib.sha256(content).digest()).decode() for path, content in files.items()}

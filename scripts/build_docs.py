@@ -24,7 +24,7 @@ MODULES = (
     "finegrained_kernels.integrations.transformers",
 )
 BUNDLE = "finegrained_kernels_bundle"
-"""What the pages call the bundle, whose module is named after its content when it is loaded."""
+"""The bundle's name in the pages; when it is loaded, its module is named after its content."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
         sys.path[:0] = [directory, str(ROOT)]
         package = importlib.import_module(MODULES[0])
         for name in package.__all__:
-            getattr(package, name)  # pdoc sees no name before its first use
+            getattr(package, name)  # pdoc does not see a name before its first use
         warnings.filterwarnings("error", module=r"pdoc\b")
         pdoc.render.configure(
             docformat="google", footer_text="finegrained-kernels", template_directory=ROOT / "scripts" / "api_pages"

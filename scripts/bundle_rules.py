@@ -1,7 +1,7 @@
 """What the hub's builder, and every machine that loads the bundle, expect of its source.
 
-Each rule here is one that would otherwise fail late: in the hub's build, on a machine with another torch, or, worse,
-not at all, as two builds whose operators overwrite each other's.
+Without these rules, faults would be noticed late: in the hub's build, on a machine with another torch or, worse, never,
+like two builds whose operators overwrite each other.
 """
 
 from __future__ import annotations

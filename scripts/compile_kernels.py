@@ -1,9 +1,9 @@
-"""Compile the kernels for every supported architecture, without a GPU, and report what each one takes.
+"""Compile the kernels for every supported architecture, without a GPU, and report what each of them needs.
 
-`python scripts/compile_kernels.py [--csv FILE]` prints registers, shared memory and spills a kernel and architecture.
-It fails if one spills or takes more shared memory than there is, if a codec kernel names an FP8 type (scale bytes are
-opaque), if one needs FP8 hardware that its GPU lacks, or if the W4A4 kernel for block-scaled tensor cores multiplies in
-any other way, or does not take its scales to them through tensor memory where there is one.
+`python scripts/compile_kernels.py [--csv FILE]` prints registers, shared memory and spills for every kernel and
+architecture. It fails if a kernel spills or needs more shared memory than there is, if a codec kernel names an FP8 type
+(scale bytes are opaque), if a kernel needs FP8 hardware that its GPU lacks, or if the W4A4 kernel for block-scaled
+tensor cores multiplies in another way, or does not pass its scales through tensor memory where there is one.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90
                 "sm_100": 227 << 10, "sm_103": 227 << 10, "sm_120": 99 << 10, "sm_121": 99 << 10,
                 "gfx942": 64 << 10, "gfx950": 160 << 10}  # fmt: skip
 UNASKED_BYTES = 48 << 10
-"""What every program of an NVIDIA GPU may take. Triton asks for more where it allocates more by itself."""
+"""What every program on an NVIDIA GPU may use. Triton requests more if it allocates more by itself."""
 PRODUCT = r"(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)\.\S+"
 COLUMNS = ("triton", "arch", "kernel", "registers", "shared_bytes", "spill_bytes")
 
 
 def codec_cases(bundle: ModuleType) -> list[Case]:
-    """Every variant of the codec's kernels that a launcher can ask for, at real shapes and an awkward one."""
+    """Every variant of the codec's kernels that a launcher can request, at real shapes and an awkward one."""
     decode = importlib.import_module(f"{bundle.__name__}.csf.decode_triton")
     encode = importlib.import_module(f"{bundle.__name__}.csf.encode_triton")
     csf = importlib.import_module(f"{bundle.__name__}.formats").NVFP4_CSF
@@ -91,7 +91,7 @@ def codec_case(name: str, kernel: Any, constants: dict, pointers: dict, num_warp
 
 
 def compile_case(case: Case, target: GPUTarget) -> Any:
-    """The compiled kernel. Pointers are taken to be 16-byte aligned, but for the output of an unaligned decode."""
+    """The compiled kernel. Pointers are assumed to be 16-byte aligned, except for the output of unaligned decoding."""
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
     unaligned = set() if getattr(case.constants.get("LAUNCH"), "ALIGNED", True) else {"out_ptr"}
@@ -122,7 +122,7 @@ def leaves(path: tuple[int, ...], kind: Any) -> Iterator[tuple[tuple[int, ...], 
 
 
 def resources(kernel: Any, arch: str) -> tuple[int, int, int]:
-    """Registers a thread, shared memory a program and bytes spilled a thread, as the assembler reports them."""
+    """Registers per thread, shared memory per program, and bytes spilled per thread, as reported by the assembler."""
     if "ptx" not in kernel.asm:
         text = kernel.asm["amdgcn"]
         registers, spilled = (

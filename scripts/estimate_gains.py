@@ -1,9 +1,9 @@
-"""What compressed scales would gain on GPUs that nothing ran on: computed from compiled kernels, not measured.
+"""What compressed scales would gain on GPUs on which nothing was run: computed from compiled kernels, not measured.
 
 `python scripts/estimate_gains.py` compiles some of compile_kernels.py's kernels, counts the instructions of a tile in
 their machine code and the bytes that it reads, and prints the table of docs/kernels.md. A tile takes the longer of two
-times: its bytes at its share of the memory's speed, and its instructions at the multiprocessor's rate of issue. All
-multiprocessors are taken to be busy, and nothing else to cost time, so a ratio is no better than that.
+times: its bytes at its share of the memory's speed, and its instructions at the multiprocessor's rate of issue. It is
+assumed that all multiprocessors are busy and nothing else takes time, so a ratio is no better than that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXCEPTIONS = 0.01
 
 
 class GPU(NamedTuple):
-    """As its vendor publishes it. `issued`: instructions of a warp (on AMD of a wave's vectors) a cycle."""
+    """Numbers published by the vendor. `issued`: instructions of a warp (on AMD, of a wave's vectors) per cycle."""
 
     name: str
     arch: str
@@ -55,7 +55,7 @@ PRODUCT = re.compile(r"[HOQ]MMA|UTC\w*MMA|v_mfma")
 
 
 def machine_code(kernel: Any, arch: str) -> list[str]:
-    """Instructions and labels, one a line."""
+    """Instructions and labels, one per line."""
     if "ptx" not in kernel.asm:
         lines = kernel.asm["amdgcn"].partition(".type")[2].splitlines()
         return [line.strip() for line in lines if re.match(r"\t[a-z]\w+_|\.LBB\w+:", line)]
@@ -72,7 +72,7 @@ def machine_code(kernel: Any, arch: str) -> list[str]:
 
 
 def instructions_of_a_tile(lines: list[str], steps: int) -> int:
-    """The loop over tiles once, and in it `steps` times the loop that multiplies; others once, as they are laid out."""
+    """Count the loop over tiles once, in it the loop that multiplies `steps` times, and other loops once."""
     labels, code = {}, []
     for line in lines:
         if label := re.match(r"(\.L\w+):", line):
@@ -93,7 +93,8 @@ def instructions_of_a_tile(lines: list[str], steps: int) -> int:
 
 
 def tile_bytes(case: Case) -> tuple[int, int, int]:
-    """(bytes that a tile reads of weights and dense scales, the same of compressed ones, all that staging moves)."""
+    """(bytes of weights and dense scales that a tile reads, the same with compressed ones, all bytes that staging
+    moves)."""
     shape, tile = case.constants["SHAPE"], case.constants["TILE"]
     rows = tile.HALF * (2 if shape.GATE else 1)
     codes, dense = rows * shape.K // 2, rows * shape.C
@@ -123,7 +124,7 @@ def estimate(gpu: GPU, dense: Case, fused: Case) -> str:
 
 
 def table(bundle: ModuleType) -> Iterator[str]:
-    """Its lines."""
+    """The lines of the table."""
     cases = {case.name: case for case in gemm_cases(bundle)}
     columns = ("GPU", "kernel", "bytes", "instructions", "us by memory", "us by issue", "fused", "staged")
     yield f"| {' | '.join(columns)} |"

@@ -1,4 +1,4 @@
-"""Run every kernel once on small cases, on a GPU, and check what it wrote: what compute-sanitizer watches.
+"""Run every kernel once on small cases, on a GPU, and check what it wrote. It is meant for compute-sanitizer.
 
 `PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/exercise_kernels.py`, and the same
 with `--tool racecheck`. Without torch's cache of memory, tensors end where their allocations end.
@@ -36,7 +36,7 @@ GEMMS = [  # op, output columns, K, tokens, options
 
 def exercise_codec(bundle: ModuleType, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    # Of the last so many are active that routed launches which do not know it take large tiles.
+    # In the last one so many are active that routed launches, without being told, use large tiles.
     for shape in ((3, 48, 10), (2, 144, 12), (2, 128, 160), (3, 64, 40), (45, 640, 160)):
         noise = torch.randint(0, 256, shape, generator=generator)
         narrow = 90 + noise % 16
@@ -47,7 +47,7 @@ def exercise_codec(bundle: ModuleType, device: str) -> None:
         starts = torch.cat([active.new_zeros(1, dtype=torch.int32), active.cumsum(0, dtype=torch.int32)])
         routings = ({}, {"expert_start": starts}, {"expert_start": starts, "max_active": shape[0]})
         for swizzled, offset, routing in itertools.product((False, True), (0, 3, 8, 13), routings):
-            # The workspace ends where its allocation ends, so that a byte too many is seen.
+            # The workspace ends where its allocation ends, so that one byte too many is noticed.
             size = bundle.csf_workspace_size(scales, swizzled=swizzled)
             workspace = torch.zeros(offset + size, dtype=torch.uint8, device=device)[offset:]
             decoded = bundle.decompress_nvfp4_csf_scales(scales, workspace=workspace, swizzled=swizzled, **routing)
@@ -58,7 +58,7 @@ def exercise_codec(bundle: ModuleType, device: str) -> None:
 
 
 def make_gemm(bundle: ModuleType, op: str, cols: int, depth: int, tokens: int, options: dict):
-    """(positional arguments, keywords) of a call, on the CPU; one id is of no expert."""
+    """(positional arguments, keywords) of a call, on the CPU; one id belongs to no expert."""
     generator = torch.Generator().manual_seed(depth)
     options = {**options}
     rows = cols * 2 if options.get("gate") else cols
@@ -87,7 +87,7 @@ def make_gemm(bundle: ModuleType, op: str, cols: int, depth: int, tokens: int, o
 
 
 def exercise_gemm(bundle: ModuleType, device: str, op: str, cols: int, depth: int, tokens: int, options: dict) -> None:
-    """On the device as in torch; and, with a gate, requantized as quantized afterwards."""
+    """Results on the device equal those of torch; with a gate, requantized results equal those quantized afterwards."""
     args, keywords = make_gemm(bundle, op, cols, depth, tokens, options)
     matmul = getattr(bundle, f"matmul_{op}")
     expected = matmul(*args, **keywords)
@@ -111,7 +111,7 @@ def exercise_gemms(bundle: ModuleType, device: str) -> None:
     configs, launch, plan = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in names)
     if torch.device(device).type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         chosen = launch.choose_config
-        for tile in tiles_of_each_kind(configs):  # real shapes get them, where there are rows enough
+        for tile in tiles_of_each_kind(configs):  # real shapes use them if there are enough rows
             options = {"activation_format": "bf16", "gate": True}
             launch.choose_config = lambda *_, tile=tile: tile
             exercise_gemm(bundle, device, "grouped", 272, 320, 150, options)
@@ -124,7 +124,7 @@ def exercise_gemms(bundle: ModuleType, device: str) -> None:
 
 
 def tiles_of_each_kind(configs: ModuleType) -> list:
-    """The largest shipped tile of each kernel, of those with as many warps that ask for as many chunks at once."""
+    """The largest shipped tile for each kernel, number of warps, and number of chunks requested at once."""
     table = configs.load_table("NVIDIA H200")
     shipped = [config for entries in table.values() for _, config in entries]
     shipped.sort(key=lambda tile: tile.block_n * tile.block_t)
@@ -132,7 +132,7 @@ def tiles_of_each_kind(configs: ModuleType) -> list:
 
 
 def exercise_rows(bundle: ModuleType, device: str) -> None:
-    """Activations quantized to the CPU's bytes, and weighted sums."""
+    """Check that activations are quantized to the same bytes as on the CPU, and weighted sums."""
     generator = torch.Generator().manual_seed(1)
     for depth, scale in itertools.product((16, 192, 2560), (None, 0.01)):
         x = torch.randn(5, depth, generator=generator).bfloat16()

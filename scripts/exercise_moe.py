@@ -1,7 +1,7 @@
-"""Run the MoE forward's kernels and its side stream once on small cases, on a GPU: what compute-sanitizer watches.
+"""Run the kernels of `moe_forward` and its side stream once on small cases, on a GPU, for compute-sanitizer.
 
-`compute-sanitizer --tool memcheck python scripts/exercise_moe.py`, and the same with `--tool racecheck`. Racecheck sees
-shared memory; that streams do not race for the scratch is what the comparisons show, with the side stream held up.
+`compute-sanitizer --tool memcheck python scripts/exercise_moe.py`, and the same with `--tool racecheck`. Racecheck only
+sees shared memory; the comparisons, with a delayed side stream, show that streams do not race for the scratch.
 """
 
 from __future__ import annotations

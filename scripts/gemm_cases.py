@@ -1,7 +1,7 @@
-"""The GEMMs' kernels as their launchers launch them: what compile_kernels.py compiles beside the codec's.
+"""The GEMM kernels as their launchers launch them; compile_kernels.py compiles them, and those of the codec.
 
-The launchers run on CPU tensors with recorders in the kernels' places, so that the table follows the launchers. Memory
-of expert stacks is allocated and never touched.
+The launchers run on CPU tensors with recorders in place of kernels, so that the table follows the launchers. Memory for
+stacks of experts is allocated but never touched.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ IN_TRITON = {
     "portable": ("sm_80", "sm_86", "sm_89", "sm_90", *BLACKWELL, "gfx942", "gfx950"),
     "scaled": BLACKWELL,
 }
-"""What each kernel is compiled for: one GPU of every kind, and all for kernels that ran on none of a kind."""
+"""The architectures for which each kernel is compiled: one GPU of every kind, or all of a kind on which it was never
+run."""
 KERNELS = {"portable": "portable", "scaled": "sm100_scaled"}
 
 
 class Case(NamedTuple):
-    """A launch: `types` of the arguments that are not compile-time constants, and the architectures that see it."""
+    """A launch: the `types` of arguments that are not compile-time constants, and the architectures for which it is
+    compiled."""
 
     name: str
     kernel: JITFunction
@@ -45,7 +47,7 @@ class Case(NamedTuple):
 
 
 class Recorder:
-    """Stands for a kernel: `kernel[grid](...)` notes the launch."""
+    """Stands in for a kernel: `kernel[grid](...)` records the launch."""
 
     def __init__(self, kernel: JITFunction, launches: list) -> None:
         self.kernel, self.launches = kernel, launches
@@ -54,12 +56,12 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
     def warmup(self, *args, **kwargs) -> None:
-        """What a launch in clusters asks for first."""
+        """A launch in clusters calls this first."""
 
 
 @contextlib.contextmanager
 def recorded(*modules: ModuleType) -> Iterator[list]:
-    """The launches of the modules' kernels, which do not happen."""
+    """Record the launches of the modules' kernels instead of making them."""
     launches: list = []
     kernels = [(m, n, k) for m in modules for n, k in vars(m).items() if isinstance(k, JITFunction)]
     for module, name, kernel in kernels:
@@ -92,7 +94,7 @@ def make_case(name: str, archs: tuple[str, ...], kernel: JITFunction, args: tupl
 
 @contextlib.contextmanager
 def unpacked_ahead(dispatch: ModuleType, ahead: ModuleType) -> Iterator[None]:
-    """GEMMs that are unpacked ahead of cuBLAS, which is not called."""
+    """Have GEMMs unpack weights ahead for cuBLAS, which is not called."""
     product = unittest.mock.Mock(workspace_bytes=16)
     with (
         unittest.mock.patch.object(dispatch, "unpacks_ahead", lambda *_: True),
@@ -103,8 +105,8 @@ def unpacked_ahead(dispatch: ModuleType, ahead: ModuleType) -> Iterator[None]:
 
 
 def split_cases(split: ModuleType, gemm: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(name, GEMM, tile) of every tile that the table has of one weight, at the first shape it has it for, scales in
-    either form; and one of everything at once."""
+    """(name, GEMM, tile) for every tile in the table for one weight, at the first shape that uses it, with both forms
+    of scales; and one with everything at once."""
     w4a16 = {"activation_format": "bf16"}
     first: dict[Any, tuple[int, int, int]] = {}
     for (weight_rows, depth), entries in split.load_split_table("NVIDIA H200").items():
@@ -148,7 +150,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
     def add(name: str, archs: tuple[str, ...], run: Callable[[], Any]) -> None:
         with recorded(*modules.values(), quant, reduce) as launches:
             run()
-        case = make_case(name, archs, *launches[-1])  # what prepares the operands comes before
+        case = make_case(name, archs, *launches[-1])  # what prepares the operands is launched before
         if case[1:] not in [other[1:] for other in cases]:
             cases.append(case)
 
@@ -191,7 +193,7 @@ def gemm_cases(bundle: ModuleType) -> list[Case]:
         add_gemm(f"{tile} {name}", archs, g, kernel="mma", config=config)
 
     def add_in_triton(kind: str, name: str, *shape, **options) -> None:
-        """On scales of either form, side by side."""
+        """Add cases with both forms of scales, side by side."""
         for compressed in (False, True):
             g = gemm(*shape, compressed=compressed, **options)
             add_gemm(f"{kind} {'fused ' if compressed else ''}{name}", IN_TRITON[kind], g, kernel=KERNELS[kind])

@@ -10,7 +10,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class BundleHook(BuildHookInterface):
-    """Builds the bundle for each standard wheel; an editable install has the checkout's own ``build/`` instead."""
+    """Builds the bundle for each standard wheel; an editable install uses the checkout's own ``build/`` instead."""
 
     def initialize(self, version: str, build_data: dict) -> None:
         if version == "editable":

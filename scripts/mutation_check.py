@@ -2,9 +2,9 @@
 
     python scripts/mutation_check.py [--only TEXT]
 
-A fault is an exact replacement of text; one whose text is gone stops the check, so that it cannot pass by doing
-nothing. The same tests pass first on a copy without a fault. No GPU is needed: kernels run interpreted, or are read as
-they were compiled.
+A fault is an exact replacement of text. If the text of one is gone, the check stops, so it cannot pass by doing
+nothing. The same tests first have to pass on a copy without a fault. No GPU is needed: kernels are interpreted, or
+their compiled code is read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("finegrained_kernels", "torch-ext", "scripts", "tests", "docs", "build.toml", "pyproject.toml")
 IGNORED = shutil.ignore_patterns("__pycache__", "_bundle")
 TESTS_PASSED, TESTS_FAILED = 0, 1
-"""pytest's exit status; any other is neither."""
+"""pytest's exit status; any other means neither."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Replacing `before`, which `path` has once, by `after` must make one of `tests` (pytest's arguments) fail."""
+    """Replacing `before`, which occurs once in `path`, by `after` has to make one of `tests` (pytest's arguments)
+    fail."""
 
     name: str
     path: str
@@ -396,7 +397,7 @@ def faulty_tree(fault: Fault | None, directory: Path) -> Path:
 
 
 def run_tests(fault: Fault | None, tests: tuple[str, ...], timeout: float | None = None) -> tuple[int, str]:
-    """pytest's exit status, and the first test that failed, or what it said last. `timeout`: seconds; past them
+    """pytest's exit status, and the first test that failed, or the last output. After `timeout` seconds, raises
     subprocess.TimeoutExpired."""
     with tempfile.TemporaryDirectory() as directory:
         tree = faulty_tree(fault, Path(directory))
@@ -414,7 +415,7 @@ def main() -> int:
     faults = [fault for fault in FAULTS if only in fault.name]
     for fault in faults:
         with tempfile.TemporaryDirectory() as directory:
-            faulty_tree(fault, Path(directory))  # all texts are there, before anything takes time
+            faulty_tree(fault, Path(directory))  # checks that all texts are there before anything takes time
     for tests in dict.fromkeys(fault.tests for fault in faults):
         status, last = run_tests(None, tests)
         if status != TESTS_PASSED:

@@ -2,8 +2,8 @@
 
     python scripts/mutation_check_gpu.py [--only TEXT] [--csv FILE] [--commit REV]
 
-As mutation_check.py, whose faults need no GPU. Every fault has a process of its own, several at a time; tests that do
-not end count as tests that fail. `--csv` writes which test found which fault, with device, versions and commit.
+Like mutation_check.py, whose faults need no GPU. Every fault has a separate process, and several run at a time. Tests
+that do not end count as failed. `--csv` writes which test found which fault, with device, versions and commit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mutation_check import ROOT, TESTS_FAILED, TESTS_PASSED, Fault, faulty_tree,
 KERNELS = "torch-ext/finegrained_kernels/gemm/kernels"
 COLUMNS = ("device", "torch", "triton", "commit", "fault", "file", "found_by")
 WORKERS = 16
-"""Processes at a time, each of which compiles on one core and starts a CUDA context of its own."""
+"""Processes at a time; each compiles on one core and has its own CUDA context."""
 SECONDS = 120
-"""How long one fault's tests may take."""
+"""How long the tests for one fault may take."""
 
 
 def every_byte(tile: str, *depths: int) -> tuple[str, ...]:
@@ -224,7 +224,7 @@ FAULTS = [
 
 
 def check(fault: Fault | None, tests: tuple[str, ...]) -> tuple[bool, str, float]:
-    """(whether the tests say what they should, by which of them or what they said, seconds)."""
+    """(whether the tests have the expected outcome, which test decided it or what was printed, seconds)."""
     begin = time.perf_counter()
     try:
         status, said = run_tests(fault, tests, timeout=SECONDS)
@@ -249,7 +249,7 @@ def main() -> int:
     faults = [fault for fault in FAULTS if arguments.only in fault.name]
     for fault in faults:
         with tempfile.TemporaryDirectory() as directory:
-            faulty_tree(fault, Path(directory))  # all texts are there, before anything takes time
+            faulty_tree(fault, Path(directory))  # checks that all texts are there before anything takes time
     tests = tuple(dict.fromkeys(test for fault in faults for test in fault.tests))
     jobs = [(None, tests), *((fault, fault.tests) for fault in faults)]
     rows, missed, broken = [], 0, False

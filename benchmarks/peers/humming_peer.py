@@ -17,7 +17,7 @@ os.environ.setdefault("HUMMING_TMP_DIR", f"{tempfile.gettempdir()}/humming/tmp/"
 os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
 for name in ("HUMMING_CACHE_DIR", "HUMMING_TMP_DIR"):
     Path(os.environ[name]).mkdir(parents=True, exist_ok=True)
-LINKS = Path(os.environ["HUMMING_TMP_DIR"], "lib")  # for its -lcuda, where there is only libcuda.so.1
+LINKS = Path(os.environ["HUMMING_TMP_DIR"], "lib")  # for its -lcuda, if there is only libcuda.so.1
 LINKS.mkdir(exist_ok=True)
 drivers = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib64")
 found = [Path(path, "libcuda.so.1") for path in drivers if Path(path, "libcuda.so.1").exists()]
@@ -54,7 +54,7 @@ def parts():
 
 
 def schema(h):
-    """What its compressed-tensors and modelopt loaders make of NVFP4 with a global scale an expert."""
+    """The schema that its compressed-tensors and modelopt loaders make for NVFP4 with one global scale per expert."""
     return h.HummingWeightSchema(
         b_dtype=h.dtypes.float4e2m1, bs_dtype=h.dtypes.float8e4m3, weight_scale_group_size=16,
         weight_scale_type=h.WeightScaleType.GROUP_TENSOR,
@@ -77,7 +77,7 @@ def compute(gemm_type: str) -> str:
 
 
 def compile_layer(sizes, rows: int, experts: int) -> None:
-    """The kernels of these (N, K) for so many routed rows, into the cache."""
+    """Compile the kernels of these (N, K) for this many routed rows into the cache."""
     h, gemm_type = parts(), "indexed" if experts else "dense"
     for size_n, size_k in sizes:
         meta = prepare_meta(h, torch.nn.Module(), size_n, size_k, experts, "")

@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 PEERS = Path(__file__).resolve().parent.parent / "local" / "peers"
-# The wheel has PTX alone of Marlin's MoE for sm_90: the driver compiles it, once, into a cache.
+# For sm_90, the wheel has only PTX of Marlin's MoE, which the driver compiles once, into a cache.
 os.environ.setdefault("CUDA_CACHE_PATH", str(Path(tempfile.gettempdir()) / "peers_jit"))
 os.environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
-os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # what sm_90 does not select was zeroed in the libraries
+os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # in the libraries, what sm_90 does not select was zeroed
 
 sys.path.append(str(PEERS))
 
@@ -25,7 +25,7 @@ GROUP = 16
 
 
 def unpack() -> None:
-    """The libraries, out of their archives; several processes may do so at once."""
+    """Unpack the libraries from their archives; several processes may do this at the same time."""
     UNPACKED.mkdir(parents=True, exist_ok=True)
     for name in LIBRARIES:
         target, packed = UNPACKED / name, PEERS / f"{name}.xz"
@@ -38,9 +38,9 @@ def unpack() -> None:
 
 
 def load() -> None:
-    """Make vLLM's operators torch's."""
+    """Register vLLM's operators with torch."""
     unpack()
-    torch.cuda.init()  # libcuda.so.1 and libcudart.so are in the process then
+    torch.cuda.init()  # then libcuda.so.1 and libcudart.so are loaded
     for name in LIBRARIES:
         torch.ops.load_library(str(UNPACKED / name))
 
@@ -92,7 +92,7 @@ class Layer:
         return torch.empty(rows * widest, **options), torch.empty(rows, self.shape.inner, **options)
 
     def gemms(self, hidden: torch.Tensor, weights: torch.Tensor, aligned, caches) -> torch.Tensor:
-        """Both GEMMs with the activation between them; rows weighted, [tokens * top_k, hidden]."""
+        """Both GEMMs, with the activation between them; weighted rows [tokens * top_k, hidden]."""
         tokens, (size_k, size_n) = len(hidden), (self.shape.hidden, self.shape.inner)
         rows, block = tokens * self.top_k, self.block_size(tokens)
         shared = {

@@ -3,8 +3,9 @@
     python benchmarks/peers/prepare.py              # needs pip, xz and a package index; about 3 minutes
     python benchmarks/peers/compare.py              # on a GPU machine (sm_90, torch 2.11, CUDA 13)
 
-The peers are what a user would run instead, and never committed: Marlin from vllm 0.26.0 (its two libraries, of whose
-code only what sm_90 selects is kept) and humming-kernels 0.1.10. To a GPU machine without a network, copy the folder.
+The peers are what a user would run instead, and are never committed: Marlin from vllm 0.26.0 (its two libraries, of
+whose code only what sm_90 selects is kept) and humming-kernels 0.1.10. If the GPU machine has no network, copy the
+folder to it.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def download(requirement: str, into: Path, *options: str) -> Path:
 
 
 def functions(package: Path) -> str:
-    """The functions' source, as the wheel has it."""
+    """The source of the functions in the wheel."""
     parts = []
     for path, names in FUNCTIONS.items():
         source = (package / path).read_text()
@@ -132,8 +133,8 @@ def entries(data: bytes, offset: int, size: int):
 
 
 def trimmed(library: bytes) -> bytes:
-    """The library with, in every fat binary, only what an sm_90 device selects: its machine code, else the newest PTX.
-    Offsets stay; what was left out is zero, and compresses to nothing."""
+    """The library, in which every fat binary has only what an sm_90 device selects: its machine code, or else the
+    newest PTX. Offsets stay the same; what is left out is zero, and compresses to nothing."""
     data, groups = bytearray(library), collections.defaultdict(list)
     for found in entries(library, *section(library, ".nv_fatbin")):
         groups[found[0]].append(found)
