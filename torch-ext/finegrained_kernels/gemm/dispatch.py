@@ -166,7 +166,7 @@ def kernel_arguments(gemm: Gemm, activations: PreparedActivations, outputs: list
     x_global = activations.global_scale
     epilogue = Epilogue(
         x_global=x_global,
-        x_expert_stride=0 if x_global is None or len(x_global) == 1 else 1,
+        x_expert_stride=1 if is_per_row(gemm, x_global) or is_per_expert(gemm, x_global) else 0,
         w_global=gemm.b_global,
         w_expert_stride=gemm.b_global.stride(0),
         w_half_stride=gemm.b_global.stride(1) if gemm.gate else 0,
@@ -191,15 +191,23 @@ def kernel_shape(gemm: Gemm, x_global: Optional[torch.Tensor]) -> Shape:
         HAS_LIMIT=gemm.limit is not None,
         SWIZZLED=isinstance(gemm.b_scales, torch.Tensor) and gemm.b_scales.ndim == 5,
         COMPRESSED=isinstance(gemm.b_scales, NVFP4CSFScales),
-        GLOBAL_PER_ROW=x_global is not None and len(x_global) != 1 and not is_per_expert(gemm, x_global),
+        GLOBAL_PER_ROW=is_per_row(gemm, x_global),
         ROUNDED=TRITON_DTYPES[gemm.output_dtype],
         BLOCK_E=next_power_of_2(max(gemm.num_experts, 2)),
     )
 
 
-def is_per_expert(gemm: Gemm, x_global: torch.Tensor) -> bool:
+def is_per_row(gemm: Gemm, x_global: Optional[torch.Tensor]) -> bool:
+    """Whether the kernel reads one activation global for each row. A single row with a global of its own counts as one
+    of several, so that it needs no other kernel."""
+    if x_global is None or is_per_expert(gemm, x_global):
+        return False
+    return gemm.a_global is None or len(gemm.a_global) > 1
+
+
+def is_per_expert(gemm: Gemm, x_global: Optional[torch.Tensor]) -> bool:
     """Whether the kernel reads one activation global for each expert: for packed activations with a 1-D [E] global."""
-    return gemm.a_scales is not None and x_global.ndim == 1
+    return gemm.a_scales is not None and x_global is not None and x_global.ndim == 1 and len(x_global) > 1
 
 
 def choose_kernel(gemm: Gemm) -> str:
@@ -247,7 +255,8 @@ def launch_mma(
     if config.warpgroup:
         kernel, x = nvfp4_wgmma_kernel, permute_tokens(x, plan.GROUPS)
     arguments = (x, tensor_core_weight(gemm, has_strip), *kernel_arguments(gemm, activations, outputs))
-    constants = {"SHAPE": kernel_shape(gemm, activations.global_scale), "TILE": plan, "num_warps": config.num_warps}
+    shape = kernel_shape(gemm, activations.global_scale)
+    constants: dict[str, Any] = {"SHAPE": shape, "TILE": plan, "num_warps": config.num_warps}
     if config.max_registers:
         constants["maxnreg"] = config.max_registers
     if is_tuning:
