@@ -38,7 +38,7 @@ JITFunction.run = lambda kernel, *arguments, **options: kernel.cache_key  # as e
 order = list(functions.values())
 random.Random({seed}).shuffle(order)
 for kernel in order:
-    launching.BoundKernel(kernel)((1,), torch.empty(1))
+    launching.bind(kernel)((1,), torch.empty(1))
 keys = {{f"{{function.__module__}}.{{function.__name__}}": function.hash for function in order}}
 print(json.dumps({{"keys": keys, "inside": sorted(inside)}}))
 """

@@ -133,7 +133,7 @@ def test_repeated_launches_skip_triton_but_not_its_hooks(bundle, planes):
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(seen.append)
     assert len(seen) == 1
-    launching.bind.cache_clear()
+    launching._bind.cache_clear()
     decode.decode_launch.cache_clear()
     workspace.zero_()
     graph = torch.cuda.CUDAGraph()

@@ -95,7 +95,7 @@ class FakeGPU:
         patch.setattr(bundle_module("moe.reduction"), "_reduce_on_device", reduce)
         constants = bundle_module("constants")
         patch.setattr(constants, "_is_kept", lambda device: True)
-        bundle_module("launching").bind.cache_clear()
+        bundle_module("launching")._bind.cache_clear()
         bundle_module("csf.decode_triton").decode_launch.cache_clear()
         patch.setattr(bundle_module("plans"), "_signatures", {})
         patch.setattr(bundle_module("replay"), "_new", torch._C._dynamo.guards._empty_strided_cpu)

@@ -108,9 +108,14 @@ def ask_for_cluster(compiled: Any, size: int) -> None:
             compiled.metadata = compiled.metadata._replace(shared=_UNASKED_BYTES + 1)
 
 
-@functools.lru_cache(maxsize=None, typed=True)
 def bind(kernel: Any, cluster: int | None = None, **constants: Any) -> BoundKernel:
     """The `BoundKernel` of this kernel and these constants; there is only one."""
+    take_key(kernel)  # which is also its hash, and would be taken on its own
+    return _bind(kernel, cluster, **constants)
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def _bind(kernel: Any, cluster: int | None, **constants: Any) -> BoundKernel:
     return BoundKernel(kernel, cluster, **constants)
 
 
