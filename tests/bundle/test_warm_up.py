@@ -1,14 +1,14 @@
 """`warm_up` compiles what launches would compile, so that they find it in Triton's cache, and leaves the rest alone.
 
 Here it compiles for an H200 that is only described to it: there is no GPU, and its workers see none on any machine.
+That programs find what it compiles is tested in test_warmed_programs.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
-import json
+import itertools
 import os
 import shutil
 import subprocess
@@ -21,7 +21,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-H200 = {"capability": (9, 0), "name": "NVIDIA H200", "num_sms": 132}
+from told_gpu import TOLD, beside_an_h200
+
 E, H, I, TOP_K = 4, 256, 128, 2  # noqa: E741
 
 
@@ -37,11 +38,8 @@ def make_experts(bundle, device: str = "meta"):
 
 @pytest.fixture
 def warming(bundle, monkeypatch, tmp_path):
-    module = importlib.import_module(f"{bundle.__name__}.warming")
-    monkeypatch.setattr(module, "_gpu_of", lambda layers, device: torch.device("cuda", 0))
-    monkeypatch.setattr(module, "_facts_of", lambda device: H200)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    return module
+    return beside_an_h200(bundle, monkeypatch)
 
 
 def test_without_a_gpu_nothing_is_done(bundle, monkeypatch):
@@ -63,6 +61,8 @@ def test_what_is_refused(bundle, arguments, said):
         bundle.warm_up(make_experts(bundle), **arguments)
     with pytest.raises(TypeError, match="layers: expected NVFP4Experts or pairs of weight and scales, got str"):
         bundle.warm_up(["text"])
+    with pytest.raises(TypeError, match=r"index_dtype: expected torch.int32 or torch.int64, got torch.int16"):
+        bundle.warm_up(make_experts(bundle), index_dtype=torch.int16)
 
 
 def test_a_worker_that_fails_says_why(bundle, warming, monkeypatch):
@@ -121,7 +121,7 @@ def test_an_interruption_ends_every_process(bundle, warming, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs pipes that keep writes apart, which Linux has")
 def test_lines_of_several_processes_do_not_mix(bundle, warming, monkeypatch):
     """Each line is one write, even if Python does not buffer."""
-    writes: list[str] = []
+    writes: list[bytes] = []
 
     class Popen(subprocess.Popen):
         def __init__(self, *arguments, **options) -> None:
@@ -132,25 +132,26 @@ def test_lines_of_several_processes_do_not_mix(bundle, warming, monkeypatch):
 
         def read(self, readable: int):
             while data := os.read(readable, 1 << 16):
-                writes.append(data.decode())
+                writes.append(data)
                 yield writes[-1]
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     assert bundle.warm_up(make_experts(bundle), tokens=[1], formats=["bf16"], max_workers=2)
-    assert len(writes) > 2 and all(line.endswith("\n") for line in writes)
+    assert len(writes) > 2 and all(line.endswith(b"\n") for line in writes)
 
 
 SCRIPT = f"""
-import importlib, subprocess
+import subprocess, sys
 from pathlib import Path
-import torch, triton
+sys.path.insert(0, {str(Path(__file__).resolve().parent.parent / "support")!r})
+import pytest, torch, triton
 from kernels import get_kernel
+from told_gpu import beside_an_h200
 
 print("once")
 csf = get_kernel("kernels-community/finegrained-kernels", version=1)
-warming = importlib.import_module(csf.__name__ + ".warming")
-warming._gpu_of, warming._facts_of = lambda layers, device: torch.device("cuda", 0), lambda device: {H200}
+beside_an_h200(csf, pytest.MonkeyPatch())
 weight = torch.empty(64, 64, dtype=torch.uint8, device="meta")
 scales = torch.empty(64, 8, dtype=torch.float8_e4m3fn, device="meta")
 told = []
@@ -158,6 +159,7 @@ arguments = dict(tokens=[1], formats=["bf16"], progress=lambda *now: told.append
 count = csf.warm_up((weight, scales), **arguments)
 binaries = sorted(Path(triton.knobs.cache.dir).glob("*/*.cubin"))
 print(count == len(binaries) > 0, told == [(i + 1, count) for i in range(count)])
+print(not any(Path(triton.knobs.cache.dir).glob("*/*.ptx")))
 binaries[0].rename(binaries[0].with_suffix(".lost"))
 print(csf.warm_up([(weight, scales), (weight, scales)], **arguments) == count, binaries[0].exists())
 subprocess.Popen = None  # nothing is started where all is there
@@ -176,35 +178,59 @@ def test_kernels_are_compiled_once_and_found_again_by_a_script_that_runs_once(bu
     }
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["once", *["True"] * 6]
+    assert done.stdout.split() == ["once", *["True"] * 7]
 
 
-def test_every_number_of_tokens_launches_what_was_found(bundle, warming):
+def test_every_number_of_tokens_launches_what_was_found(bundle, warming, monkeypatch):
     """Calls with all numbers of tokens up to 4,096 launch only kernels that were found with the few chosen numbers."""
-    code = f"""
-import json, sys
-sys.path.insert(0, {str(Path(bundle.__file__).parent)!r})
-task = json.loads(sys.stdin.read())
-sys.path[:] = task["sys_path"]
-import importlib.util
-spec = importlib.util.spec_from_file_location("worker", {str(Path(bundle.__file__).with_name("warming_worker.py"))!r})
-worker = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(worker)
-from pathlib import Path
-bundle = worker.load_bundle(task["name"], Path(task["directory"]))
-worker.pretend_gpu(task["device"])
-few = set(worker.find_kernels(bundle, task))
-worker.config_chooser = lambda *arguments, number=iter(range(1 << 30)): lambda rows: next(number)
-print(len(few), set(worker.find_kernels(bundle, task)) == few)
-"""
-    layer = dataclasses.replace(make_experts(bundle))
+    calls = importlib.import_module(f"{bundle.__name__}.warming_calls")
     task = {
-        "name": bundle.__name__, "directory": str(Path(bundle.__file__).parent), "device": H200, "sys_path": sys.path,
-        "layers": [warming._describe(layer, TOP_K, torch.bfloat16)], "formats": ["bf16", None],
-        "tokens": [*range(1, 20), *range(20, 4097, 211)],
+        "layers": [warming._describe(make_experts(bundle), TOP_K, torch.bfloat16)], "formats": ["bf16", None],
+        "tokens": [*range(1, 20), *range(20, 4097, 211)], "index_dtype": "int64",
     }  # fmt: skip
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    count, same = done.stdout.split()
-    assert int(count) > 5 and same == "True"
+    few = calls.find_kernels(task, TOLD)
+    each = itertools.count()
+    monkeypatch.setattr(calls, "config_chooser", lambda *arguments: lambda rows: next(each))
+    assert len(few) > 5
+    assert calls.find_kernels(task, TOLD).keys() == few.keys()
+
+
+def test_looking_for_kernels_leaves_nothing_behind(bundle, warming):
+    """Calls are made in the user's program, where no constant and no later tensor may be a placeholder."""
+    task = {
+        "layers": [warming._describe(make_experts(bundle), TOP_K, torch.bfloat16)], "formats": ["bf16", None],
+        "tokens": [1, 20], "index_dtype": "int64",
+    }  # fmt: skip
+    calls, constants, recording = (
+        importlib.import_module(f"{bundle.__name__}.{name}") for name in ("warming_calls", "constants", "recording")
+    )
+    before = dict(constants._constants)
+    assert calls.find_kernels(task, TOLD)
+    assert constants._constants == before
+    assert type(torch.empty(2)) is torch.Tensor and recording._current.note is None
+
+
+def test_the_default_dtype_makes_no_difference(bundle, warming):
+    """A model that is loaded meanwhile may have set it, for all threads."""
+    calls = importlib.import_module(f"{bundle.__name__}.warming_calls")
+    weight = torch.empty(64, 64, dtype=torch.uint8), torch.empty(64, 8, dtype=torch.float8_e4m3fn)
+    layers = [warming._describe(layer, TOP_K, torch.bfloat16) for layer in (make_experts(bundle), weight)]
+    task = {"layers": layers, "formats": ["bf16", None], "tokens": [1, 20], "index_dtype": "int64"}
+    kernels = calls.find_kernels(task, TOLD).keys()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert calls.find_kernels(task, TOLD).keys() == kernels
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_indices_of_one_dtype(bundle, warming):
+    """Kernels that read indices are compiled for the dtype that was asked for."""
+    layers = [warming._describe(make_experts(bundle), TOP_K, torch.bfloat16)]
+    calls = importlib.import_module(f"{bundle.__name__}.warming_calls")
+    dtypes = {}
+    for name in ("int32", "int64"):
+        task = {"layers": layers, "formats": ["bf16"], "tokens": [1, 20, 5000], "index_dtype": name}
+        jobs = calls.find_kernels(task, TOLD).values()
+        dtypes[name] = {job[3][0].dtype for job in jobs if job[1] in ("schedule_kernel", "count_kernel")}
+    assert dtypes == {"int32": {"torch.int32"}, "int64": {"torch.int64"}}

@@ -28,6 +28,8 @@ def constant(make: Callable[..., torch.Tensor], *arguments: Any, device: torch.d
     kept = _constants.get(key)
     if kept is None:
         kept = make(*arguments, device=device)
+        if kept.is_meta:  # a placeholder
+            return kept
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return kept
         if device.type != "cpu":

@@ -23,7 +23,7 @@ import triton
 
 from .cache_keys import take_key
 from .device import on_device
-from .recording import Launch, current_recorder, forgo_plan
+from .recording import Launch, current_recorder, forgo_plan, is_noted
 
 _FIRST_VERSION, _LAST_VERSION = (3, 6), (3, 9)
 """The first and the last version of Triton whose `CompiledKernel.run` takes what `BoundKernel` passes."""
@@ -56,8 +56,9 @@ class BoundKernel:
         specialized = specialize(arguments) if is_known else None
         if trailing is None or specialized is None:
             forgo_plan()
-            with on_device(device):
-                self._launch_by_triton(grid, arguments)
+            if not is_noted(self, arguments):
+                with on_device(device):
+                    self._launch_by_triton(grid, arguments)
             return
         index = device.index
         if index != torch.cuda.current_device():

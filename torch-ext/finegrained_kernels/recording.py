@@ -33,6 +33,7 @@ class Recorder:
 
 class _Current(threading.local):
     recorder: Recorder | None = None
+    note: Callable[[Any, tuple], None] | None = None
 
 
 _current = _Current()
@@ -57,6 +58,24 @@ def forgo_plan() -> None:
     """Say that the call that is being recorded, if any, does something that a replay would not do."""
     if _current.recorder is not None:
         _current.recorder.is_complete = False
+
+
+@contextlib.contextmanager
+def launches_noted(note: Callable[[Any, tuple], None]) -> Iterator[None]:
+    """Call `note(kernel, arguments)` instead of launching what this thread launches on placeholders."""
+    _current.note = note
+    try:
+        yield
+    finally:
+        _current.note = None
+
+
+def is_noted(kernel: Any, arguments: tuple) -> bool:
+    """Note a launch, if this thread's launches are noted."""
+    if _current.note is None:
+        return False
+    _current.note(kernel, arguments)
+    return True
 
 
 def picker(indices: list[int]) -> Callable[[Any], tuple]:

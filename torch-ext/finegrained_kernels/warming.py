@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,9 +21,10 @@ from .csf.scales import NVFP4CSFScales
 from .device import num_sms
 from .first_launch import prepare_launches
 from .moe.experts import NVFP4Experts
+from .moe.routing import INDEX_DTYPES
 
 _WORKER_BYTES = 1 << 30
-"""Bytes of memory that a process needs for torch, Triton and a running compiler."""
+"""Bytes of memory that a process needs for Triton and a running compiler."""
 
 _EXPERT_FIELDS = (
     *("gate_up", "gate_up_scales", "gate_up_global", "gate_up_input_global"),
@@ -38,6 +40,7 @@ def warm_up(
     formats: Sequence[str | None] = ("bf16", None),
     top_k: int = 8,
     dtype: torch.dtype = torch.bfloat16,
+    index_dtype: torch.dtype = torch.int64,
     device: torch.device | str | None = None,
     max_workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -47,7 +50,8 @@ def warm_up(
 
     The kernels are those that the default rules choose for calls of `moe_forward` without `strategy`, and of
     `matmul_2d` without gate or requantized output. Layers of equal shapes share them. A separate program compiles them,
-    which imports this bundle alone and sees no GPU; it runs as many processes as there are cores and memory for.
+    which imports only this bundle's kernels and sees no GPU; it runs as many processes as there are cores and memory
+    for.
 
     Args:
         layers: `NVFP4Experts`, or pairs of a weight uint8 `[N, K / 2]` and its scales, as `matmul_2d` takes them; one
@@ -56,6 +60,7 @@ def warm_up(
         formats: values of `activation_format`.
         top_k: experts per token.
         dtype: of the activations.
+        index_dtype: of `top_k_index`, torch.int64 or torch.int32.
         device: the GPU; by default the layers', or the current one if they are on the meta device.
         max_workers: how many processes may run at a time.
         progress: called with (kernels that are ready, all kernels) each time one becomes ready.
@@ -69,6 +74,8 @@ def warm_up(
     """
     is_pair = isinstance(layers, tuple) and len(layers) == 2 and isinstance(layers[0], torch.Tensor)
     several: list[Any] = [layers] if is_pair or isinstance(layers, NVFP4Experts) else list(layers)
+    if index_dtype not in INDEX_DTYPES:
+        raise TypeError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
     described = {json.dumps(_describe(layer, top_k, dtype)): None for layer in several}
     counts = sorted({*map(int, tokens)})
     if counts and counts[0] < 1:
@@ -86,16 +93,18 @@ def warm_up(
         "layers": list(map(json.loads, described)),
         "tokens": counts,
         "formats": list(formats),
+        "index_dtype": _name_of(index_dtype),
     }
-    prepare_launches()
     record = _record_of(task)
     known = _read_record(record)
     if known is not None:
+        prepare_launches()
         if progress is not None:
             progress(len(known), len(known))
         return len(known)
     workers = max(1, min(max_workers or _num_cores(), _num_cores(), _free_bytes() // _WORKER_BYTES))
-    caches = _compile({**task, "sys_path": sys.path, "workers": workers}, progress)
+    known_first = {name: task[name] for name in ("name", "directory", "device")}
+    caches = _compile({**known_first, "sys_path": sys.path, "workers": workers}, lambda: _jobs_of(task, gpu), progress)
     record.parent.mkdir(parents=True, exist_ok=True)
     partial = record.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(caches))
@@ -169,21 +178,32 @@ def _read_record(record: Path) -> list[str] | None:
     return caches if all(any(Path(cache).glob("*.cubin")) for cache in caches) else None
 
 
-def _compile(task: dict[str, Any], progress: Callable[[int, int], None] | None) -> list[str]:
-    """Run the program that compiles. Returns where each kernel is in Triton's cache."""
+def _jobs_of(task: dict[str, Any], device: torch.device) -> list[tuple]:
+    from .warming_calls import find_kernels  # Triton may be absent where only the CPU is used
+
+    return [tuple(job) for job in find_kernels(task, device).values()]
+
+
+def _compile(
+    known_first: dict[str, Any], jobs: Callable[[], list[tuple]], progress: Callable[[int, int], None] | None
+) -> list[str]:
+    """Run the program that compiles `jobs()`. Returns where each kernel is in Triton's cache."""
     program = [sys.executable, str(Path(__file__).with_name("warming_worker.py"))]
     caches: list[str] = []
     total = 0
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            program, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
         assert process.stdin is not None and process.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(json.dumps(task))
+                stdin.write(json.dumps(known_first).encode() + b"\n")
+                stdin.flush()  # it imports what it needs meanwhile
+                pickle.dump(jobs(), stdin)
+            prepare_launches()
             for line in process.stdout:
-                said = json.loads(line) if line.startswith("{") else {}
+                said = json.loads(line) if line.startswith(b"{") else {}
                 total = said.get("total", total)
                 if "cache" in said:
                     caches.append(said["cache"])
@@ -195,8 +215,9 @@ def _compile(task: dict[str, Any], progress: Callable[[int, int], None] | None) 
             raise
         if status:
             errors.seek(0)
-            said = errors.read()[-2000:] or f"the program that compiles them ended with status {status}"
-            raise RuntimeError(f"compiling kernels ahead failed: {said}")
+            text = errors.read()[-2000:].decode(errors="replace")
+            text = text or f"the program that compiles them ended with status {status}"
+            raise RuntimeError(f"compiling kernels ahead failed: {text}")
     return sorted(caches)
 
 

@@ -1,10 +1,11 @@
-"""A program that compiles kernels before their first launch. `warming.py` starts it and writes the task to its standard
-input; it prints a line for each kernel.
+"""A program that compiles kernels before their first launch. `warming.py` starts it and writes to its standard input:
+first a line with what the program needs for its imports, then the kernels; it prints a line for each of them.
 
-It imports the bundle, under the name that it has in the program that started it, and nothing else of that program. It
-sees no GPU: Triton gets a driver that only names one, and calls are made on placeholder tensors. Their kernels are not
-launched, but compiled into Triton's cache as their launch would do it. Once it knows the kernels it forks into several
-processes, so that what takes seconds to import is imported only once.
+It imports the bundle's modules with kernels, under the names that they have in the program that started it, and nothing
+else of that program. Importing torch would take longer than compiling a kernel, and these modules need it only for the
+functions that launch kernels, so they get a stand-in. The program sees no GPU: Triton gets a driver that only names
+one, and kernels are compiled into Triton's cache as their launch would do it. Once it knows them it forks into several
+processes.
 """
 
 from __future__ import annotations
@@ -13,42 +14,51 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.abc
 import importlib.util
+import inspect
 import json
 import os
+import pickle
 import sys
 import threading
+import warnings
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Callable
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 NUMBER_BYTES = 2
+KERNELS = (
+    *("csf.decode_triton", "gemm.kernels.mma", "gemm.kernels.portable", "gemm.kernels.sm90_split"),
+    *("gemm.kernels.sm90_wgmma", "gemm.kernels.unpack_ahead", "moe.reduction_triton", "moe.routing_triton"),
+    "nvfp4.quantize_triton",
+)
+"""Modules with kernels, which are imported before it is known which of them are launched."""
 
 
 def main() -> None:
-    task = json.loads(sys.stdin.read())
-    os.putenv("CUDA_VISIBLE_DEVICES", "")  # torch, imported below, reads it
-    os.putenv("OMP_NUM_THREADS", "1")
+    task = json.loads(sys.stdin.buffer.readline())
     sys.path[:] = task["sys_path"]
+    sys.meta_path.insert(0, NoTorch())
     digest = take_digest()
-    bundle = load_bundle(task["name"], Path(task["directory"]))
+    make_packages(task["name"], Path(task["directory"]))
     pretend_gpu(task["device"])
-    jobs = sorted(find_kernels(bundle, task).values(), key=cost, reverse=True)
-    cache_keys = importlib.import_module(f"{bundle.__name__}.cache_keys")
-    for kernel, *_ in jobs:  # once, before there are several processes
-        cache_keys.take_key(kernel)
+    store_binaries()
+    take_keys([f"{task['name']}.{module}" for module in KERNELS])
+    jobs = sorted(pickle.load(sys.stdin.buffer), key=cost, reverse=True)
+    take_keys([module for module, *_ in jobs])
     digest.join()
+    quicken_front_end()
     say({"total": len(jobs)})
-    steps: list[Callable[[], dict]] = [build_driver, *(functools.partial(compile_kernel, *job) for job in jobs)]
     gc.freeze()
-    gc.disable()  # it would walk through all of torch again and again, and write to memory that the processes share
-    queue = numbers_up_to(len(steps))
+    gc.disable()  # it would walk through all modules again and again, and write to memory that the processes share
+    queue = numbers_up_to(len(jobs))
     first = os.getpid()
     others = fork(min(task["workers"], len(jobs)) - 1)
     while number := os.read(queue, NUMBER_BYTES):
-        say(steps[int.from_bytes(number, "little")]())
+        say(compile_kernel(*jobs[int.from_bytes(number, "little")]))
     if os.getpid() != first:
-        os._exit(0)  # torch's own clean-up takes half a second
+        os._exit(0)
     if any(os.waitpid(process, 0)[1] for process in others):
         sys.exit("a process ended before its kernels were compiled")
 
@@ -58,24 +68,101 @@ def say(what: dict) -> None:
     os.write(1, f"{json.dumps(what)}\n".encode())
 
 
-def build_driver() -> dict:
-    """Have Triton compile the C code that loads its binaries. If there is no driver to link it to, the first launch
-    says so."""
-    from triton.backends.nvidia.driver import CudaUtils
+class Nothing(ModuleType):
+    """Stands in for torch and its modules: each of its attributes is itself, and as a decorator it changes nothing."""
 
-    with contextlib.suppress(Exception):
-        CudaUtils()
-    return {}
+    __path__ = []  # noqa: RUF012  (a package: parts of it are imported)
+
+    def __getattr__(self, name: str) -> Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *arguments: Any, **_: Any) -> Any:
+        return arguments[0] if arguments and isinstance(arguments[0], FunctionType) else self
+
+    def __getitem__(self, key: Any) -> Nothing:
+        return self
+
+    __or__ = __ror__ = __getitem__
+
+    def __mro_entries__(self, bases: tuple) -> tuple:
+        return ()
+
+
+class NoTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports `Nothing` in place of torch."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        return importlib.util.spec_from_loader(name, self) if name.partition(".")[0] == "torch" else None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return Nothing(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def make_packages(name: str, directory: Path) -> None:
+    """Make the bundle's packages, with their names in the program that started this one, but without running their
+    `__init__`, which would import everything."""
+    for path in directory.rglob("__init__.py"):
+        package = ModuleType(".".join((name, *path.parent.relative_to(directory).parts)))
+        package.__path__ = [str(path.parent)]
+        sys.modules[package.__name__] = package
+
+
+def take_keys(modules: list[str]) -> None:
+    """Import modules and take the keys of their kernels, once, before there are several processes."""
+    for name in modules:
+        module = importlib.import_module(name)
+        importlib.import_module(f"{name.partition('.')[0]}.cache_keys").take_keys(module)
 
 
 def take_digest() -> threading.Thread:
-    """Have Triton compute the digest of its own files, which every name in its cache contains, while torch is
+    """Have Triton compute the digest of its own files, which every name in its cache contains, while modules are
     imported."""
     import triton
 
     thread = threading.Thread(target=getattr(triton.runtime.cache, "triton_key", None))
     thread.start()
     return thread
+
+
+def pretend_gpu(device: dict[str, Any]) -> None:
+    """Answer what Triton asks about the GPU that kernels are compiled for."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = device["capability"]
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda index=None: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+
+
+def store_binaries() -> None:
+    """Keep no intermediate forms of kernels, six times the size of the binaries: each first call would read them."""
+    import triton
+
+    triton.knobs.compilation.store_binary_only = True
+
+
+def quicken_front_end() -> None:
+    """Spare Triton's front end, which is in Python and a third of the work, what it repeats, which is a third of its
+    time: it parses the same functions for every kernel, asks for the signatures of its own functions again, and, in
+    Triton 3.6, tells Python not to warn at every node."""
+    import triton
+    from triton.compiler import code_generator
+
+    function = triton.runtime.JITFunction
+    function.parse = functools.lru_cache(maxsize=None)(function.parse)
+    signature = functools.lru_cache(maxsize=None)(inspect.signature)
+    code_generator.inspect = SimpleNamespace(**{**vars(inspect), "signature": signature})
+    silent = {"catch_warnings": contextlib.nullcontext, "simplefilter": lambda *_: None}
+    code_generator.warnings = SimpleNamespace(**{**vars(warnings), **silent})
 
 
 def numbers_up_to(count: int) -> int:
@@ -98,187 +185,16 @@ def fork(count: int) -> list[int]:
     return others
 
 
-def load_bundle(name: str, directory: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        name, directory / "__init__.py", submodule_search_locations=[str(directory)]
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def pretend_gpu(device: dict[str, Any]) -> None:
-    """Answer what launchers and Triton ask about the GPU that kernels are compiled for."""
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    major, minor = device["capability"]
-    patches: dict[str, Callable] = {
-        "get_device_capability": lambda index=None: (major, minor),
-        "get_device_name": lambda index=None: device["name"],
-        "get_device_properties": lambda index=None: SimpleNamespace(multi_processor_count=device["num_sms"]),
-        "current_device": lambda: 0,
-        "current_stream": lambda index=None: SimpleNamespace(cuda_stream=0),
-        "is_current_stream_capturing": lambda: True,  # during a capture no constants are kept
-    }
-    for name, function in patches.items():
-        setattr(torch.cuda, name, function)
-    driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda index=None: 0,
-    )
-    triton.runtime.driver.set_active(driver)
-
-
-class OtherLibrary(Exception):
-    """The rest of a call is done by a library, so there is nothing to compile."""
-
-
-def find_kernels(bundle: ModuleType, task: dict[str, Any]) -> dict[tuple, tuple]:
-    """Every kernel that these layers' calls launch, with its constants and stand-ins for its arguments."""
-    launching, placeholders = (
-        importlib.import_module(f"{bundle.__name__}.{name}") for name in ("launching", "placeholders")
-    )
-    found: dict[tuple, tuple] = {}
-
-    def note(bound: Any, grid: tuple, *arguments: Any) -> None:
-        stand_ins = tuple(map(stand_in, arguments))
-        names = [parameter for parameter in bound.kernel.params if not parameter.is_constexpr]
-        classes = [class_of(value, not parameter.do_not_specialize) for parameter, value in zip(names, stand_ins)]
-        constants = tuple(sorted((name, repr(value)) for name, value in bound.constants.items()))
-        found.setdefault((bound.kernel, constants, *classes), (bound.kernel, bound.constants, stand_ins))
-        if bound.kernel.fn.__name__ == "unpack_kernel":
-            raise OtherLibrary
-
-    launching.BoundKernel.__call__ = note
-    routing: Any = importlib.import_module(f"{bundle.__name__}.moe.routing")
-    routing._schedule_by_sort = routing._schedule_fake  # it launches only torch's own kernels
-    with placeholders.Placeholders():
-        for layer in task["layers"]:
-            call_experts(bundle, layer, task) if layer["kind"] == "experts" else call_linear(bundle, layer, task)
-    return found
-
-
-def stand_in(argument: Any) -> Any:
-    """What Triton accepts in place of an argument; for a tensor, an aligned one of the same dtype."""
-    import torch
-    from triton.runtime.jit import MockTensor
-
-    if isinstance(argument, torch.Tensor):
-        return MockTensor(argument.dtype)
-    if isinstance(argument, tuple):
-        items = tuple(map(stand_in, argument))
-        return type(argument)(*items) if hasattr(argument, "_fields") else items
-    return argument
-
-
-def class_of(value: Any, specialized: bool) -> Any:
-    """A key that distinguishes arguments at least as finely as Triton does."""
-    if isinstance(value, tuple):
-        return tuple(class_of(item, specialized) for item in value)
-    if type(value) is int:
-        return (1 if value == 1 else 2 if value % 16 == 0 else 0) if specialized else int
-    return value.dtype if hasattr(value, "dtype") else type(value)
-
-
-def fake(described: Any, bundle: ModuleType) -> Any:
-    """The tensor, scales or None that `warming.py` described."""
-    import torch
-
-    if described is None:
-        return None
-    if "bases" in described:
-        return bundle.NVFP4CSFScales(**{name: fake(part, bundle) for name, part in described.items()})
-    dtype = getattr(torch, described["dtype"])
-    return torch.empty(described["shape"], dtype=dtype, device="cuda:0")
-
-
-def call_experts(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any]) -> None:
-    import torch
-
-    forward = importlib.import_module(f"{bundle.__name__}.moe.layer")
-    scheduling = importlib.import_module(f"{bundle.__name__}.moe.routing_triton")
-    experts = bundle.NVFP4Experts(**{name: fake(part, bundle) for name, part in layer["tensors"].items()})
-    top_k, num_experts = layer["top_k"], experts.num_experts
-    dtype = getattr(torch, layer["dtype"])
-    kinds: dict[tuple, int] = {}
-    choose = [
-        config_chooser(bundle, weight, scales, result_bytes)
-        for weight, scales, result_bytes in (
-            (experts.gate_up, experts.gate_up_scales, dtype.itemsize // 2),
-            (experts.down, experts.down_scales, dtype.itemsize),
-        )
-    ]
-    for num_tokens in task["tokens"]:
-        rows = num_tokens * top_k
-        is_batched = forward.is_batched(rows)
-        tiled = min(rows, num_experts) if is_batched else rows
-        configs = [config_of(tiled) for config_of in choose]
-        is_one = num_tokens == 1  # then one global for each row is just one global
-        way = scheduling.takes_one_launch(rows, num_experts), scheduling.fits(rows, num_experts)
-        kinds.setdefault((is_batched, is_one, *way, *configs), num_tokens)
-    for num_tokens in kinds.values():
-        x = torch.empty(num_tokens, experts.hidden_size, dtype=dtype, device="cuda:0")
-        for index_dtype, weights_dtype in ((torch.int64, torch.float32), (torch.int32, dtype)):
-            index = torch.empty(num_tokens, top_k, dtype=index_dtype, device="cuda:0")
-            weights = torch.empty(num_tokens, top_k, dtype=weights_dtype, device="cuda:0")
-            for activation_format in task["formats"]:
-                bundle.moe_forward(experts, x, index, weights, activation_format=activation_format)
-            bundle.weighted_reduce(x.new_empty(num_tokens * top_k, x.shape[1]), index, weights.to(dtype), num_experts)
-            bundle.weighted_reduce(x.new_empty(num_tokens * top_k, x.shape[1]), index, weights.float(), num_experts)
-
-
-def call_linear(bundle: ModuleType, layer: dict[str, Any], task: dict[str, Any]) -> None:
-    import torch
-
-    parts = {name: fake(part, bundle) for name, part in layer["tensors"].items()}
-    dtype = getattr(torch, layer["dtype"])
-    weight, scales = parts["weight"], parts["scales"]
-    ahead, split = (importlib.import_module(f"{bundle.__name__}.gemm.{name}") for name in ("ahead", "split"))
-    kinds: dict[Any, int] = {}
-    shape = weight.device, weight.shape[0], weight.shape[1] * 2
-    config_of = config_chooser(bundle, weight.unsqueeze(0), scales, dtype.itemsize)
-    for num_tokens in task["tokens"]:
-        kind = ahead.unpacks_ahead(*shape, num_tokens), split.choose_split(*shape, num_tokens), config_of(num_tokens)
-        kinds.setdefault((num_tokens == 1, *kind), num_tokens)
-    for num_tokens in kinds.values():
-        x = torch.empty(num_tokens, weight.shape[1] * 2, dtype=dtype, device="cuda:0")
-        options = {"b_global_scale": torch.empty(1, device="cuda:0")}
-        for activation_format in task["formats"]:
-            with contextlib.suppress(OtherLibrary):
-                bundle.matmul_2d(x, weight, None, scales, activation_format=activation_format, **options)
-            if activation_format is None:
-                bundle.matmul_2d(x, weight, None, scales, a_global_scale=torch.empty(1, device="cuda:0"), **options)
-
-
-def config_chooser(bundle: ModuleType, weight: Any, scales: Any, result_bytes: int) -> Callable[[int], Any]:
-    """A function from a call's number of rows to the tiles that it uses on a stack of weights."""
-    gemm: Any = importlib.import_module(f"{bundle.__name__}.gemm.config")
-    capability: Any = importlib.import_module(f"{bundle.__name__}.gemm.capability")
-    device, (num_experts, rows, half) = weight.device, weight.shape
-    depth = 2 * half
-    # Scales of rows that are too long, or not whole words, are decoded before the GEMM. Other kernels have only one
-    # kind of tile.
-    has_tiles = capability.kernel_of(device, depth, True) == capability.TENSOR_CORE
-    is_read = has_tiles and capability.reads_compressed_on(device, depth, True)
-    is_compressed = is_read and isinstance(scales, bundle.NVFP4CSFScales)
-    return lambda num_rows: gemm.choose_config(device, rows, depth, num_rows, num_experts, result_bytes, is_compressed)
-
-
 def cost(job: tuple) -> tuple:
-    """A sort key: roughly how long a kernel takes to compile. The largest are started first."""
-    kernel, constants, _ = job
+    """Which of two kernels takes longer to compile, roughly: the largest are begun first."""
+    _, name, constants, _ = job
     tile, shape = constants.get("TILE"), constants.get("SHAPE")
-    size = getattr(tile, "BLOCK_N", 0) * getattr(tile, "BLOCK_T", 0) * (4 if "wgmma" in kernel.fn.__name__ else 1)
+    size = getattr(tile, "BLOCK_N", 0) * getattr(tile, "BLOCK_T", 0) * (4 if "wgmma" in name else 1)
     return size, getattr(shape, "COMPRESSED", False), getattr(shape, "GLOBAL_PER_ROW", False)
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], arguments: tuple) -> dict[str, Any]:
-    """Compile a kernel. Returns where it is in Triton's cache, and whether it was there before."""
+def compile_kernel(module: str, name: str, constants: dict[str, Any], arguments: tuple) -> dict[str, Any]:
+    """Where in Triton's cache the kernel is now, and whether it was there before."""
     import triton
     from triton.runtime.cache import get_cache_manager
 
@@ -288,11 +204,13 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], arguments: tuple) -> 
         hits.append(cache_hit)
 
     triton.knobs.compilation.listener = listen
+    kernel = getattr(sys.modules[module], name)
     compiled = kernel.run(*arguments, grid=(1,), warmup=True, **constants)
-    if triton.__version__.startswith("3.6."):  # its launchers are C code, compiled for each signature
+    if triton.__version__.startswith("3.6."):  # whose launchers are C that is compiled for each signature
         from triton.backends.nvidia.driver import CudaLauncher
 
-        CudaLauncher(compiled.src, compiled.metadata)
+        with contextlib.suppress(Exception):  # if there is no driver to link them to, the first launch says so
+            CudaLauncher(compiled.src, compiled.metadata)
     return {"cache": get_cache_manager(compiled.hash).cache_dir, "compiled": not all(hits)}
 
 

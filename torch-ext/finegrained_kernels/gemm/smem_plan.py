@@ -180,6 +180,7 @@ def reads_compressed(depth: int, has_warpgroups: bool) -> bool:
     return depth % 128 == 0 and strip_bytes(narrow, depth) <= MAX_STRIP_BYTES
 
 
+@functools.lru_cache(maxsize=4096)
 def with_strip(config: Config, depth: int, result_bytes: int = 4) -> Config:
     """`config` changed so that a tile's scales fit, with narrower tiles if necessary. The steps through K stay.
 

@@ -67,11 +67,11 @@ def uses_expanded_scales(
     Raises:
         ValueError: a strategy that does not exist.
     """
-    staged = _strategy_of(experts, num_tokens, strategy, activation_format) == "staged"
+    staged = strategy_of(experts, num_tokens, strategy, activation_format) == "staged"
     return staged and num_tokens > 0 and experts.scratch is not None
 
 
-def _strategy_of(
+def strategy_of(
     experts: NVFP4Experts, num_tokens: int, strategy: str | None, activation_format: str | None
 ) -> str | None:
     """The strategy that a call uses; None if no scales are compressed."""
@@ -172,7 +172,7 @@ def _forward(
 ) -> torch.Tensor:
     _check_call(experts, hidden_states, top_k_index, top_k_weights, activation_format)
     num_tokens, top_k = top_k_index.shape
-    strategy = _strategy_of(experts, num_tokens, strategy, activation_format)
+    strategy = strategy_of(experts, num_tokens, strategy, activation_format)
     staged = strategy == "staged"
     if scales_expanded and staged and experts.scratch is None:
         raise ValueError("scales_expanded needs experts.scratch, got None")
