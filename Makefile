@@ -1,18 +1,19 @@
-# `make demo` and `make test` set up all they need, in $(VENV), the first time.
+# `make demo` and `make test` set up everything they need, in $(VENV), the first time.
 PYTHON ?= python3
 VENV ?= .venv
-# Pinned: what an unpinned torch installs changes with the day, by gigabytes. `make test TORCH=` uses $(PYTHON)'s own.
+# Pinned, because an unpinned torch may bring other packages each day, of gigabytes. `make test TORCH=` uses the torch
+# of $(PYTHON).
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.9.0
 
 REPO_ID := kernels-community/finegrained-kernels
 VENV_PYTHON := $(VENV)/bin/python
-# Each target begins with this: a moment's work where nothing has changed since the last time. An environment that is
-# there serves, whatever Python made it, unless PYTHON is named.
+# Each target begins with this. It takes a moment if nothing has changed since the last time. An existing environment
+# is used, whichever Python made it, unless PYTHON is given.
 SET_UP := $(PYTHON) scripts/set_up.py $(VENV) --torch "$(TORCH)" --triton "$(TRITON)" \
 	$(if $(filter file,$(origin PYTHON)),--any-python)
 
-# Where `make bench` writes its CSV files: apart from the committed ones, which figures and README are made from.
+# Where `make bench` writes its CSV files, apart from the committed ones, from which figures and README are made.
 RESULTS ?= benchmarks/local
 
 .PHONY: demo test test-slow test-all ready checked bundle check docs coverage compile mutation mutation-gpu bench figures wheel clean
@@ -20,7 +21,7 @@ RESULTS ?= benchmarks/local
 demo: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) -m finegrained_kernels demo
 
-# In minutes; what takes longer is left to test-slow.
+# Takes minutes; test-slow runs the tests that take longer.
 test: bundle
 	$(VENV_PYTHON) -m pytest -q -n auto --dist loadfile -m "not slow" tests $(PYTEST)
 
@@ -29,7 +30,7 @@ test-slow: bundle
 
 test-all: test test-slow
 
-# What reads the code without running it, and the API pages.
+# Static checks, and the API pages.
 check: checked docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -41,7 +42,7 @@ check: checked docs
 docs: bundle checked
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) scripts/build_docs.py
 
-# All tests, with the lines counted that they run: also in the processes that tests start, Triton's interpreter too.
+# All tests, with line coverage, including that of processes that tests start and of Triton's interpreter.
 coverage: bundle
 	$(MAKE) test PYTEST="--cov --cov-report="
 	$(MAKE) test-slow PYTEST="--cov --cov-append --cov-report=term --cov-fail-under=90"
@@ -52,11 +53,11 @@ compile: bundle
 mutation: ready
 	$(VENV_PYTHON) scripts/mutation_check.py
 
-# Faults in what only a GPU runs, on one.
+# Faults in code that only a GPU runs; needs a GPU.
 mutation-gpu: ready
 	$(VENV_PYTHON) scripts/mutation_check_gpu.py
 
-# Runs what this machine can.
+# Runs the benchmarks that this machine can run.
 bench: bundle
 	LOCAL_KERNELS=$(REPO_ID)=$(CURDIR)/build $(VENV_PYTHON) benchmarks/run.py --out $(RESULTS)
 

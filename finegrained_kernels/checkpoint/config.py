@@ -87,7 +87,7 @@ def layer_entries(
 
 def _algorithm(quantization: QuantizationConfig | None, plane: Plane, tensors: Collection[str]) -> str:
     said = None if quantization is None else quantization.layer_format(plane.module)
-    if said is not None and said.algorithm in ALGORITHMS:  # also of another format: who loads it is to know
+    if said is not None and said.algorithm in ALGORITHMS:  # of any format, because loading needs to know it
         return said.algorithm
     if plane.input_scale in tensors:
         return "NVFP4"

@@ -75,19 +75,20 @@ def quantize(
 
     Each weight `[N, K]` becomes `weight` U8 `[N, K/2]`, `weight_scale` F8_E4M3 `[N, K/16]` and `weight_scale_2` F32,
     the global, or the same under compressed-tensors' names; everything else is copied. Layers that engines run as one,
-    q, k and v, or gate and up, have the same global: that of the largest of them. The arithmetic is that of the
-    bundle's `nvfp4_quantize_two_level`. After an interruption, run it again; it starts over.
+    q, k and v, or gate and up, get the same global: that of the layer with the largest value. The arithmetic is that of
+    the bundle's `nvfp4_quantize_two_level`. After an interruption, run it again; it starts over.
 
     Args:
         source: directory with a BF16, F16 or F32 checkpoint; only read. Each expert has its own tensors, or all are
-            stacked in `gate_up_proj` and `down_proj`, with K last or N; the result has tensors for each.
+            stacked in `gate_up_proj` and `down_proj`, with either K or N last; the result has separate tensors for each
+            expert.
         destination: a new or empty directory, or one that an earlier run has begun to fill.
         include, exclude: shell patterns for names of weights. Without ``include``, all two-dimensional weights are
             quantized except those of embeddings, lm_head, routers and vision towers, as in ModelOpt and llm-compressor,
             and those that the kernels cannot run, because their rows are not a multiple of 16 or their columns not of
             32.
-        scales: "amax", so that the largest of 16 values becomes the largest code; or "mse", the scale of least squared
-            error among that one and its neighbours, which takes longer.
+        scales: "amax", so that the largest of 16 values becomes the largest code; or "mse", which takes longer: of that
+            scale and its neighbours, the one with the least squared error.
         input_scale: multiplier that is written beside every weight, so that activations are quantized too ("NVFP4").
             None writes none, because nothing was calibrated, and marks the layers as weight-only ("W4A16_NVFP4",
             "NVFP4A16").
@@ -166,8 +167,8 @@ class _Quantizing:
     """What is needed to quantize any shard.
 
     Attributes:
-        weights: by the tensor that holds them.
-        sharing: for each module, the weights that have its global.
+        weights: for each tensor, the weights that it holds.
+        sharing: for each module, the weights that share its global.
         largest: for each module, the largest magnitude in its weight, once it is known.
     """
 
@@ -271,7 +272,7 @@ class _Quantizing:
         return weight.of(torch.frombuffer(data, dtype=dtype).view(weight.block).to(self.device))
 
     def _quantized(self, weight: Weight, values: torch.Tensor) -> list[torch.Tensor]:
-        """The values of `_parts`, in order."""
+        """The values of the tensors that `_parts` lists, in its order."""
         import torch
 
         input_scale = torch.tensor([] if self.input_scale is None else [self.input_scale], dtype=torch.float32)
@@ -284,7 +285,7 @@ class _Quantizing:
         return [packed, planes, divisor, *1 / input_scale]
 
     def _global(self, weight: Weight, values: torch.Tensor) -> torch.Tensor:
-        """The second-level scale of the largest of all values that share it, wherever they are."""
+        """The second-level scale, from the largest of all values that share it, in whichever shard they are."""
         import torch
 
         self._note_largest(weight, values)

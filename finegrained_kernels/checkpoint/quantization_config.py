@@ -103,7 +103,7 @@ class QuantizationConfig:
         path: where it is in config.json, such as ("text_config", "quantization_config"); empty if only
             hf_quant_config.json has it.
         kv_cache: the algorithm of a quantized KV cache, such as "FP8"; None if it is not quantized.
-        unsupported: what it asks for that nothing here does, and without which layers would compute something else.
+        unsupported: features that it asks for and that nothing here implements; without them, results would be wrong.
     """
 
     method: str
@@ -372,7 +372,8 @@ class _Reader:
         return f"{'FP' if scheme.get('type') == 'float' else 'INT'}{scheme.get('num_bits')}"
 
     def transforms(self) -> tuple[Fault, ...]:
-        """Rotations of what layers read and write; those of weights are in the weights already."""
+        """Rotations of what layers read or write, which are not supported. Those of weights are already in the
+        weights."""
         key = "transform_config"
         config = self.optional_object(self.section, key, "") or {}
         faults = []

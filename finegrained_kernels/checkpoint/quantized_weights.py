@@ -1,4 +1,4 @@
-"""Which weights `quantize` takes, what of a checkpoint's tensors each of them is, and which of them share a global."""
+"""Which weights `quantize` takes, which part of which tensor each of them is, and which of them share a global."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 WEIGHT = ".weight"
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ROWS, _COLS = 16, 32
-"""What rows and columns of a weight are multiples of where it can be run; others are quantized only if asked for."""
+"""The kernels can only run weights whose rows and columns are multiples of these. Others are quantized only on
+request."""
 
 _LEFT_OUT = ("embeddings", "lm_head", "routers", "vision")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
@@ -32,17 +33,17 @@ _FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("in_proj_qkv", "in_proj_z"),
 )
-"""Layers that read the same activations, and that engines run as one, with one second-level scale."""
+"""Layers that read the same activations and that engines run as one layer, with one second-level scale."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight ``[rows, cols]`` to quantize, and where its values are.
+    """One weight ``[rows, cols]`` to quantize, and where its values are stored.
 
     Attributes:
-        module: the linear layer that it becomes the weight of.
-        tensor: the checkpoint's tensor that has it, perhaps with others: those of all experts.
-        begin: the first byte of its block in that tensor; ``block``: what is stored there.
+        module: the linear layer whose weight it becomes.
+        tensor: the checkpoint's tensor that contains it, either alone or together with those of all experts.
+        begin: the first byte of its block in that tensor; ``block``: the shape of what is stored there.
         rows_of_transpose: if the block is `[cols, rows, ...]`, which rows of its transpose the weight is.
     """
 
@@ -55,15 +56,15 @@ class Weight:
     rows_of_transpose: slice | None = None
 
     def of(self, block: torch.Tensor) -> torch.Tensor:
-        """The weight, from the block that has it."""
+        """The weight, taken out of its block."""
         return block if self.rows_of_transpose is None else block.T[self.rows_of_transpose].contiguous()
 
 
 def choose_weights(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequence[str]) -> dict[str, list[Weight]]:
-    """The weights that the patterns ask for, by tensor: one each, or those of all experts.
+    """The weights that the patterns select, by tensor: one weight for each, or those of all experts.
 
     Raises:
-        CheckpointError: nothing is asked for, the checkpoint is quantized already, or a tensor cannot be.
+        CheckpointError: nothing is selected, the checkpoint is already quantized, or a tensor cannot be quantized.
     """
     if checkpoint.config is None:
         raise CheckpointError([Fault(CONFIG, None, "does not exist: it is where quantized layers are named")])
@@ -107,7 +108,7 @@ def choose_weights(checkpoint: Checkpoint, include: Sequence[str], exclude: Sequ
 
 
 def sharing_globals(weights: Iterable[Weight]) -> dict[str, list[Weight]]:
-    """For each weight's module, the weights that its second-level scale is common to, itself among them."""
+    """For each weight's module, the weights that share its second-level scale, including its own."""
     groups: dict[tuple[object, ...], list[Weight]] = {}
     for weight in weights:
         expert = split_expert(weight.module)
@@ -119,9 +120,9 @@ def sharing_globals(weights: Iterable[Weight]) -> dict[str, list[Weight]]:
 
 
 def _experts_of(name: str, checkpoint: Checkpoint, chosen: Mapping[str, TensorInfo]) -> list[Weight] | str:
-    """Each expert's weights in a stack, by the names that checkpoints of a tensor each have; or what is wrong.
+    """The weights of each expert in a stack, with the names they have where each has its own tensor; or what is wrong.
 
-    A stack's shape and that of its partner tell whether K is last, as in `[E, 2 * I, H]` and `[E, H, I]`, or N is.
+    The shapes of a stack and its partner tell whether K is last, as in `[E, 2 * I, H]` and `[E, H, I]`, or N.
     """
     suffix = WEIGHT if name.endswith(WEIGHT) else ""
     experts, _, projection = name.removesuffix(suffix).rpartition(".")
@@ -168,10 +169,10 @@ def _is_linear(name: str, info: TensorInfo) -> bool:
 
 
 def _is_meant(name: str) -> bool:
-    """Whether a tensor is quantized where nothing else is asked for."""
+    """Whether a tensor is quantized by default."""
     return layer_kind(name) not in _LEFT_OUT
 
 
 def _can_run(name: str, info: TensorInfo) -> bool:
-    """Whether a linear layer has a size that the kernels take. Experts are quantized together, or it is a fault."""
+    """Whether the kernels can run a linear layer of this size. Experts are all quantized, or refused."""
     return layer_kind(name) == "experts" or not (info.shape[0] % _ROWS or info.shape[1] % _COLS)

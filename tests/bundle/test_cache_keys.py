@@ -1,4 +1,4 @@
-"""Names of kernels in Triton's cache do not depend on which kernel a program launches first."""
+"""The names of kernels in Triton's cache do not depend on which kernel a program launches first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ print(json.dumps({{"keys": keys, "inside": sorted(inside)}}))
 
 
 def test_keys_are_the_same_in_whatever_order_kernels_are_launched(bundle_dir, run_python):
-    """Triton 3.6 lets a caller's key depend on which called functions have theirs: the same ones, always."""
+    """In Triton 3.6 a caller's key depends on which of the called functions already have keys; these must always be the
+    same."""
     first, second = (
         json.loads(run_python(PROGRAM.format(variant=str(bundle_dir), seed=seed)).stdout) for seed in (1, 2)
     )

@@ -22,7 +22,7 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def global_of(module: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of the largest value of the layers that engines run as one, by docs/format.md: amax / (448 * 6)."""
+    """From the largest value of the layers that engines run as one, by docs/format.md: amax / (448 * 6)."""
     parent, _, name = module.rpartition(".")
     names = next((names for names in TOGETHER if name in names), (name,))
     return max(tensors[f"{parent}.{each}.weight"].abs().max().float() for each in names) / 2688
@@ -122,12 +122,12 @@ SHARED = [
     *(["self_attn.o_proj"], ["self_attn.q_b_proj"], ["self_attn.kv_b_proj"], ["linear_attn.out_proj"]),
     *(["mlp.experts.0.w2"], ["mlp.experts.1.w2"], ["mlp.experts.down_proj.2"], ["mlp.shared_expert.down_proj"]),
 ]
-"""Layers whose weights are multiplied at once by engines, which then have one second-level scale for them."""
+"""Layers whose weights engines multiply at once, with one second-level scale for all of them."""
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
 def test_layers_that_engines_fuse_share_a_global(bundle, tmp_path, format):
-    """Wherever they are: each layer's are spread over shards, and are of magnitudes that differ up to 100 times."""
+    """Even if they are in different shards, and their magnitudes differ by a factor of up to 100."""
     generator = torch.Generator().manual_seed(3)
     names = [f"model.layers.{layer}.{name}" for layer in range(2) for group in SHARED for name in group]
     tensors = {
@@ -155,7 +155,7 @@ def test_layers_that_engines_fuse_share_a_global(bundle, tmp_path, format):
 
 
 def error_of(bundle, weight: torch.Tensor, global_scale: torch.Tensor | None) -> float:
-    """Of a weight in NVFP4, as a share of it, in the square mean."""
+    """The relative root mean square error of a weight in NVFP4."""
     packed, planes, global_scale = bundle.nvfp4_quantize_two_level(weight, global_scale=global_scale)
     codes = torch.stack([packed % 16, packed // 16], -1).flatten(-2).long()
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * (1 - codes // 8 * 2)
@@ -175,7 +175,7 @@ def test_what_is_not_finite_is_named_not_what_shares_its_global(bundle, tmp_path
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("inner", [16, 32, 48])
 def test_stacks_of_experts_become_a_tensor_each(bundle, tmp_path, transposed, inner, suffix):
-    """The same files as of experts that had a tensor each, but for the order of tensors."""
+    """The files are the same as for experts with a tensor each, except for the order of tensors."""
     generator = torch.Generator().manual_seed(4)
     apart, stacked = {"model.norm.weight": torch.ones(32)}, {"model.norm.weight": torch.ones(32)}
     for layer in range(2):

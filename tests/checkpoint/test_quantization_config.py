@@ -53,7 +53,7 @@ def test_modelopt_of_one_algorithm():
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "ignore": ["lm_head", "model.layers.0*", f"{L}.mlp.gate", f"{L}.self_attn", "*.router"],
-        # ModelOpt also writes this, but the algorithm counts
+        # ModelOpt also writes this, but the algorithm takes precedence
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
     }
     names = ["lm_head", "model.layers.0.mlp.up_proj", f"{L}.mlp.gate", f"{L}.self_attn.q_proj", f"{L}.router.proj"]

@@ -30,7 +30,7 @@ AMD = {
     "global exception": r"global_store_byte",
     "global read": r"load_ubyte",
 }
-"""The same in an AMD GPU's code, where nothing is ours."""
+"""The same in code for AMD GPUs, which has no PTX of ours."""
 ONE_STRIP = [
     ("window", "exception"), ("window", "read"), ("exception", "read"), ("read", "window"), ("exception", "window"),
 ]  # fmt: skip

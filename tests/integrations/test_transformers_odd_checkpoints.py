@@ -207,7 +207,8 @@ def test_refused_in_one_line(replicas, tmp_path, what):
 
 @pytest.mark.parametrize("what", ["another algorithm", "an FP8 group", "an INT4 group", "8-bit activations"])
 def test_compressing_settles_no_contradiction(replicas, tmp_path, what):
-    """What config and tensors say differently, they still do: loading refuses it, and `inspect` reports it."""
+    """If config and tensors contradict each other, they still do so afterwards: loading refuses it, and `inspect`
+    reports it."""
     kind, _, edit_config, message = ODD[what]
     config = json.loads((replicas(kind) / "config.json").read_text())
     edit_config(config)

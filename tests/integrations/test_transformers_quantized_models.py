@@ -42,7 +42,7 @@ ARCHITECTURES: dict[str, tuple[dict, int, int]] = {
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.no_grad()
 def test_what_quantize_writes(bundle, tmp_path, architecture, format):
-    """All that it quantizes without being told, loaded from either form."""
+    """Everything that it quantizes by default loads from either format."""
     changes, linears, experts = ARCHITECTURES[architecture]
     source = write_bf16(tmp_path / "bf16", small_config(architecture, **changes))
     quantize(source, tmp_path / "dense", format=format)
@@ -60,7 +60,7 @@ def test_what_quantize_writes(bundle, tmp_path, architecture, format):
 
 @torch.no_grad()
 def test_stacked_experts(bundle, tmp_path):
-    """Stacks on the hub have K in the middle, and transformers knows no tensor of a single expert: engines do."""
+    """Stacks on the hub have K in the middle. Engines know tensors of single experts, but transformers does not."""
     text = small_config("qwen3_vl_moe_text", num_experts=4, num_experts_per_tok=4, moe_intermediate_size=64)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
     vision |= {"num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": [0]}

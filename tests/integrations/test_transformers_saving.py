@@ -131,7 +131,7 @@ def test_layers_that_were_never_quantized_stay_so(bundle, tmp_path):
     ids = torch.arange(16).view(1, -1) * 7 % 128
     with torch.no_grad():
         expected = model(ids).logits
-        for implementation in ("eager", "finegrained_kernels_fused"):  # of the layer in bfloat16
+        for implementation in ("eager", "finegrained_kernels_fused"):  # for the layer in bfloat16
             model.set_experts_implementation(implementation)
             torch.testing.assert_close(model(ids).logits, expected, atol=0.1, rtol=0.05)
     model.save_pretrained(tmp_path / "saved")

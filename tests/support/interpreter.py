@@ -24,7 +24,7 @@ class _Patched:
 
 
 def mend() -> None:
-    """Call it in a process in which Triton interprets, which is decided when Triton is imported."""
+    """Correct the interpreter. Call it only in a process that interprets, which is decided when Triton is imported."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -51,7 +51,7 @@ def mend() -> None:
 
 
 def tensors_of(arguments: Any) -> Iterator[torch.Tensor]:
-    """Those among a kernel's arguments, and in groups of them."""
+    """The tensors among a kernel's arguments, including those inside tuples."""
     for argument in arguments:
         if isinstance(argument, tuple):
             yield from tensors_of(argument)
@@ -60,7 +60,7 @@ def tensors_of(arguments: Any) -> Iterator[torch.Tensor]:
 
 
 class Memory:
-    """That of a kernel's arguments, and which program has stored to a byte of it."""
+    """The memory of a kernel's arguments, and which program has stored to each byte of it."""
 
     def __init__(self, arguments: Any) -> None:
         spans: list[list[int]] = []
@@ -74,7 +74,8 @@ class Memory:
         self.programs = np.full(int((self.ends - self.begins).sum()), -1, np.int32)
 
     def accessed(self, pointers: Any, mask: Any) -> np.ndarray:
-        """Places of all bytes that a load or store touches, which have to be there."""
+        """The places of all bytes that a load or store accesses. Raises if one of them is not in the arguments'
+        memory."""
         size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
         addresses, mask = np.broadcast_arrays(pointers.data, mask.data)
         addresses = addresses[mask.astype(bool)].astype(np.int64)

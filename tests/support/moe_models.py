@@ -80,7 +80,8 @@ def write_checkpoints(root: Path, architecture: str, *, input_scale: float | Non
 
 
 def quantize_experts(source: Path, destination: Path, *, input_scale: float | None = None) -> None:
-    """`quantize`, but with unlike globals for gate and up, as others may write them, lest one be taken for both."""
+    """Like `quantize`, but gate and up get different globals, as in some checkpoints, so that mixing them up is
+    noticed."""
     quantize(source, destination, include=["*.experts.*"], input_scale=input_scale)
     tensors = load_file(destination / "model.safetensors")
     for name, tensor in tensors.items():

@@ -1,10 +1,10 @@
-"""Names in Triton's cache that are the same in every program, whichever kernel it launches first.
+"""Gives kernels the same names in Triton's cache in every program, whichever kernel it launches first.
 
-Triton names what it compiles by a key of the kernel's source and of all that this calls. Triton 3.6 lets that key
-depend on which of the called functions had theirs taken before: they count with their globals if so, and without if
-not. A program that launches kernels in another order would then compile what lies in the cache already, made by
-`warm_up` or by the program before. Here the functions of a module have theirs taken together, in the order in which
-they stand in it, and after those of the modules that it imports.
+Triton names compiled code by a key, computed from the source of the kernel and of all functions that it calls. In
+Triton 3.6 this key depends on which of the called functions already had a key: those that had one count with their
+globals, the others without. So a program that launches kernels in another order would compile again what `warm_up` or
+an earlier program has already put into the cache. Here the keys of all functions of a module are computed together, in
+the order in which they are defined, after those of the modules that it imports.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _taken: set[str] = set()
 
 
 def take_key(kernel: Any) -> None:
-    """Take the key of a kernel, which Triton then keeps, and those of its module. An interpreted kernel has none."""
+    """Compute the keys of a kernel and of its whole module; Triton then keeps them. An interpreted kernel has none."""
     if isinstance(kernel, JITFunction) and kernel.__module__ not in _taken:
         take_keys(sys.modules[kernel.__module__])
 
 
 def take_keys(module: ModuleType) -> None:
-    """Take the keys of a module's functions as they stand in it, those of modules that it imports first."""
+    """Compute the keys of a module's functions in the order of their definition, after those of modules that it
+    imports."""
     with _LOCK:
         if module.__name__ in _taken:
             return

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _ROLES = {name: (GATE_UP, i) for i, role in enumerate((GATE, UP)) for name in NAMES[role]}
 _ROLES |= dict.fromkeys(NAMES[DOWN], (DOWN, 0))
-"""Which half of which parameter an expert's own tensor is, by its name."""
+"""By the name of an expert's own tensor, the parameter to which it belongs, and which half of it."""
 
 _UNIT = 32  # in the GEMMs, K is a multiple of it
 _STRUCTURE = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
@@ -110,10 +110,11 @@ def plan_experts(model: PreTrainedModel, checkpoint: Checkpoint, source: str, re
 def _places(
     model: PreTrainedModel, checkpoint: Checkpoint, source: str, rename: Renaming
 ) -> dict[tuple[str, int], tuple[str, str]]:
-    """Where each projection goes: for a parameter of the model, and a half of it, the module and the projection.
+    """For each parameter of the model and half of it: its module, and the checkpoint's projection that goes there.
 
-    transformers' conversions say it. Some architectures have none, as their unquantized checkpoints have a tensor for
-    all experts; quantized to a tensor each, as ModelOpt and llm-compressor do, projections go by their names.
+    transformers' conversions tell. Some architectures have no conversions, because their unquantized checkpoints have
+    one tensor for all experts. ModelOpt and llm-compressor write one for each expert; then the names of projections
+    tell.
     """
     found = checkpoint.experts[source]
     places: dict[tuple[str, int], tuple[str, str]] = {}
@@ -129,7 +130,7 @@ def _places(
             places[parameter, patterns.index(pattern)] = module, projection
             continue
         role = _ROLES.get(projection) if plane.part is None else None
-        target, _ = rename(f"{source}.{role[0] if role else projection}")  # what one tensor of all experts becomes
+        target, _ = rename(f"{source}.{role[0] if role else projection}")  # where a tensor of all experts goes
         module, _, parameter = target.rpartition(".")
         if parameter not in (GATE_UP, DOWN) or target not in rename.state:
             shard = checkpoint.located[plane.weight][0]

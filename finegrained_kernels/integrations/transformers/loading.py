@@ -255,7 +255,7 @@ def _input_scales(reader: TensorReader, stack: Sequence[Sequence[Plane]], stored
     divides = torch.tensor([[plane.global_scale_divides for plane in planes] for planes in stack]).T
     multipliers = torch.where(divides, 1 / stored, stored)
     bad = (~((multipliers > 0) & multipliers.isfinite())).nonzero()
-    if len(bad):  # as of an expert that no token of the calibration went to
+    if len(bad):  # for example, of an expert that got no tokens during calibration
         expert, half = bad[0].tolist()
         raise fault(expert, half, f"is {float(stored[expert, half])}, which is not a scale; {without}")
     unlike = (stored != stored[:, :1]).nonzero()
