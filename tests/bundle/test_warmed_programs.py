@@ -1,4 +1,4 @@
-"""After `warm_up` a program compiles nothing: its launches find in Triton's cache what they look for.
+"""After `warm_up`, a program compiles nothing, because its launches find everything in Triton's cache.
 
 A kernel's name there is a digest of its source, arguments, constants and options. Triton makes a folder of that name
 before it compiles, and here stops at that point, so the test compares names: those of a program that warms up for an

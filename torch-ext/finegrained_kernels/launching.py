@@ -111,7 +111,7 @@ def ask_for_cluster(compiled: Any, size: int) -> None:
 
 def bind(kernel: Any, cluster: int | None = None, **constants: Any) -> BoundKernel:
     """The `BoundKernel` of this kernel and these constants; there is only one."""
-    take_key(kernel)  # which is also its hash, and would be taken on its own
+    take_key(kernel)  # the key is also the kernel's hash, and would otherwise be computed for this kernel alone
     return _bind(kernel, cluster, **constants)
 
 

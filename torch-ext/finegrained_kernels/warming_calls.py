@@ -1,7 +1,7 @@
-"""Which kernels do calls of a layer launch? `warming.py` has them compiled.
+"""Finds out which kernels the calls of a layer launch, so that `warming.py` can have them compiled.
 
-The calls are made on tensors without memory, in the program that asks, which has torch and knows its GPU. Their kernels
-are not launched, but noted, with what Triton needs to know of their arguments.
+The calls are made on tensors without memory, in the user's program, which has torch and knows its GPU. Their kernels
+are not launched but recorded, with what Triton needs to know about their arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Job(NamedTuple):
     name: str
     constants: Dict[str, Any]
     arguments: tuple
-    """Or stand-ins for them."""
+    """The kernel's arguments, or stand-ins for them."""
 
 
 class _OtherLibrary(Exception):
@@ -40,7 +40,7 @@ class _OtherLibrary(Exception):
 
 
 def find_kernels(task: dict[str, Any], device: torch.device) -> dict[tuple, Job]:
-    """Every kernel that calls of the task's layers launch, by what distinguishes them for Triton."""
+    """Every kernel that calls of the task's layers launch, by everything that distinguishes kernels for Triton."""
     found: dict[tuple, Job] = {}
 
     def note(bound: BoundKernel, arguments: tuple) -> None:
@@ -61,7 +61,7 @@ def find_kernels(task: dict[str, Any], device: torch.device) -> dict[tuple, Job]
 
 
 def _stand_in(argument: Any) -> Any:
-    """`argument`, or for a tensor what Triton accepts in its place: aligned, and with the name of the dtype."""
+    """`argument`, or what Triton accepts in place of a tensor: an aligned object with the name of the dtype."""
     if isinstance(argument, torch.Tensor):
         return MockTensor(str(argument.dtype))
     if isinstance(argument, tuple):
@@ -71,7 +71,7 @@ def _stand_in(argument: Any) -> Any:
 
 
 def _class_of(value: Any, specialized: bool) -> Any:
-    """Distinguishes at least those arguments that Triton does."""
+    """The class of an argument. It distinguishes at least those arguments that Triton distinguishes."""
     if isinstance(value, tuple):
         return tuple(_class_of(item, specialized) for item in value)
     if type(value) is int:
@@ -150,7 +150,7 @@ def config_chooser(weight: torch.Tensor, scales: Any, result_bytes: int) -> Call
     """The tiles of calls on a stack of weights, by their number of rows."""
     device, (num_experts, rows, half) = weight.device, weight.shape
     depth = 2 * half
-    # Scales of rows that are too long, or no whole words, are decoded before; other kernels have tiles of one kind.
+    # Scales of rows that are too long, or not whole words, are decoded first; other kernels have tiles of one kind.
     has_tiles = capability.kernel_of(device, depth, True) == capability.TENSOR_CORE
     is_read = has_tiles and capability.reads_compressed_on(device, depth, True)
     is_compressed = is_read and isinstance(scales, NVFP4CSFScales)

@@ -4,8 +4,8 @@ first a line with what the program needs for its imports, then the kernels; it p
 It imports the bundle's modules with kernels, under the names that they have in the program that started it, and nothing
 else of that program. Importing torch would take longer than compiling a kernel, and these modules need it only for the
 functions that launch kernels, so they get a stand-in. The program sees no GPU: Triton gets a driver that only names
-one, and kernels are compiled into Triton's cache as their launch would do it. Once it knows them it forks into several
-processes.
+one, and kernels are compiled into Triton's cache as a launch would do it. Once it knows the kernels, it forks into
+several processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
     quicken_front_end()
     say({"total": len(jobs)})
     gc.freeze()
-    gc.disable()  # it would walk through all modules again and again, and write to memory that the processes share
+    gc.disable()  # it would traverse all modules again and again, and write to memory that the processes share
     queue = numbers_up_to(len(jobs))
     first = os.getpid()
     others = fork(min(task["workers"], len(jobs)) - 1)
@@ -113,7 +113,7 @@ def make_packages(name: str, directory: Path) -> None:
 
 
 def take_keys(modules: list[str]) -> None:
-    """Import modules and take the keys of their kernels, once, before there are several processes."""
+    """Import modules and compute the keys of their kernels once, before there are several processes."""
     for name in modules:
         module = importlib.import_module(name)
         importlib.import_module(f"{name.partition('.')[0]}.cache_keys").take_keys(module)
@@ -144,16 +144,17 @@ def pretend_gpu(device: dict[str, Any]) -> None:
 
 
 def store_binaries() -> None:
-    """Keep no intermediate forms of kernels, six times the size of the binaries: each first call would read them."""
+    """Keep no intermediate forms of kernels. They are six times as large as the binaries, and each first call would
+    read them."""
     import triton
 
     triton.knobs.compilation.store_binary_only = True
 
 
 def quicken_front_end() -> None:
-    """Spare Triton's front end, which is in Python and a third of the work, what it repeats, which is a third of its
-    time: it parses the same functions for every kernel, asks for the signatures of its own functions again, and, in
-    Triton 3.6, tells Python not to warn at every node."""
+    """Make Triton's front end faster. It is written in Python and does a third of the work, and a third of its time is
+    spent on repetition: it parses the same functions for every kernel, asks for the signatures of its own functions
+    again, and, in Triton 3.6, suppresses Python's warnings at every node."""
     import triton
     from triton.compiler import code_generator
 
@@ -186,7 +187,7 @@ def fork(count: int) -> list[int]:
 
 
 def cost(job: tuple) -> tuple:
-    """Which of two kernels takes longer to compile, roughly: the largest are begun first."""
+    """A sort key for how long a kernel takes to compile, roughly, because the largest are compiled first."""
     _, name, constants, _ = job
     tile, shape = constants.get("TILE"), constants.get("SHAPE")
     size = getattr(tile, "BLOCK_N", 0) * getattr(tile, "BLOCK_T", 0) * (4 if "wgmma" in name else 1)
