@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import struct
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -49,6 +51,7 @@ from finegrained_kernels.checkpoint.headers import Header
 from finegrained_kernels.checkpoint.paths import check_inside
 from finegrained_kernels.checkpoint.plot import draw
 from finegrained_kernels.checkpoint.quantization_config import read_quantization
+from finegrained_kernels.checkpoint.slices import read_globals
 from finegrained_kernels.checkpoint.stream import Fanout, opened
 from finegrained_kernels.checkpoint.wire import geometry_problem
 from finegrained_kernels.cli import app
@@ -334,6 +337,18 @@ def test_of_slices_of_unlike_experts(tmp_path):
         CheckpointError, match=r"is -1\.0, which is not a scale: expected a finite number, not negative"
     ):
         load_layer_globals(unlike, 0, "up_proj")
+
+
+@pytest.mark.parametrize("divisor", [0.0, float("nan"), -1.0])
+def test_a_divisor_that_is_no_scale(divisor):
+    plane = SimpleNamespace(global_scale="x.weight_global_scale", part=None, global_scale_divides=True)
+    located = {plane.global_scale: ("a.safetensors", None)}
+    reader = SimpleNamespace(
+        checkpoint=SimpleNamespace(located=located), read_value=lambda name, part: struct.pack("<f", divisor)
+    )
+    message = f"a.safetensors: x.weight_global_scale: is {divisor}, which is not a scale: "
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}expected a divisor that is finite and above 0"):
+        read_globals(reader, [[plane]])
 
 
 @pytest.mark.parametrize(
