@@ -167,8 +167,10 @@ def read_dense_stack(
 def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> torch.Tensor:
     """Second-level scales as multipliers: float32 `[E]`, or `[E, 2]` for two stacked halves.
 
+    An infinite divisor, which weights that are all zero may get from 1 / amax, is a multiplier of 0.
+
     Raises:
-        CheckpointError: a scale or its reciprocal is negative, infinite or NaN.
+        CheckpointError: a multiplier is negative, infinite or NaN.
     """
     import torch
 
@@ -180,7 +182,7 @@ def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> tor
         values = torch.where(divisors, 1 / stored, stored)
         for i in (~(values.isfinite() & (values >= 0) & ~stored.signbit())).nonzero().flatten().tolist():
             name = planes[i].global_scale
-            what = "a divisor that is finite and above 0" if divisors[i] else "a finite number, not negative"
+            what = "a divisor above 0, and not so small that 1 / it is infinite" if divisors[i] else "a finite number, not negative"
             message = f"is {float(stored[i])}, which is not a scale: expected {what}"
             raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
         columns.append(values)

@@ -339,16 +339,25 @@ def test_of_slices_of_unlike_experts(tmp_path):
         load_layer_globals(unlike, 0, "up_proj")
 
 
-@pytest.mark.parametrize("divisor", [0.0, float("nan"), -1.0])
-def test_a_divisor_that_is_no_scale(divisor):
+def read_divisor(divisor: float) -> torch.Tensor:
     plane = SimpleNamespace(global_scale="x.weight_global_scale", part=None, global_scale_divides=True)
     located = {plane.global_scale: ("a.safetensors", None)}
     reader = SimpleNamespace(
         checkpoint=SimpleNamespace(located=located), read_value=lambda name, part: struct.pack("<f", divisor)
     )
-    message = f"a.safetensors: x.weight_global_scale: is {divisor}, which is not a scale: "
-    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}expected a divisor that is finite and above 0"):
-        read_globals(reader, [[plane]])
+    return read_globals(reader, [[plane]])
+
+
+@pytest.mark.parametrize("divisor", [0.0, float("nan"), -1.0, -float("inf"), 2.0**-149])
+def test_a_divisor_that_is_no_scale(divisor):
+    stored = torch.tensor(divisor).item()
+    message = f"a.safetensors: x.weight_global_scale: is {stored}, which is not a scale: expected a divisor above 0, "
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}and not so small that 1 / it is infinite"):
+        read_divisor(divisor)
+
+
+def test_weights_that_are_all_zero_may_have_an_infinite_divisor():
+    assert read_divisor(float("inf")).tolist() == [0.0]
 
 
 @pytest.mark.parametrize(
