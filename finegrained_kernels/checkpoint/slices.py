@@ -182,7 +182,7 @@ def read_globals(reader: TensorReader, halves: Sequence[Sequence[Plane]]) -> tor
         values = torch.where(divisors, 1 / stored, stored)
         for i in (~(values.isfinite() & (values >= 0) & ~stored.signbit())).nonzero().flatten().tolist():
             name = planes[i].global_scale
-            what = "a divisor above 0, and not so small that 1 / it is infinite" if divisors[i] else "a finite number, not negative"
+            what = "a divisor above 0 with a finite reciprocal" if divisors[i] else "a finite number, not negative"
             message = f"is {float(stored[i])}, which is not a scale: expected {what}"
             raise CheckpointError([Fault(reader.checkpoint.located[name][0], name, message)])
         columns.append(values)
