@@ -18,7 +18,7 @@ from .gemm import ahead, capability, config, split
 from .gemm.api import matmul_2d
 from .launching import BoundKernel
 from .moe.experts import NVFP4Experts
-from .moe.layer import is_batched, moe_forward, strategy_of
+from .moe.layer import FUSED_MAX_TOKENS, is_batched, moe_forward, strategy_of
 from .moe.reduction import weighted_reduce
 from .moe.routing_triton import fits, takes_one_launch
 from .placeholders import Placeholders
@@ -100,12 +100,16 @@ def _call_experts(layer: dict[str, Any], task: dict[str, Any], device: torch.dev
             (experts.down, experts.down_scales, dtype.itemsize),
         )
     ]
+    is_staged = {  # asked once, not for every number of tokens
+        few: any(strategy_of(experts, number, None, name) == "staged" for name in task["formats"])
+        for few, number in ((True, 1), (False, FUSED_MAX_TOKENS + 1))
+    }
     for num_tokens in task["tokens"]:
         rows = num_tokens * top_k
         batched = is_batched(rows)
         tiled = min(rows, num_experts) if batched else rows
         configs = [config_of(tiled) for config_of in choose]
-        if any(strategy_of(experts, num_tokens, None, name) == "staged" for name in task["formats"]):
+        if is_staged[num_tokens <= FUSED_MAX_TOKENS]:
             configs += _decoders(experts, min(num_experts, rows))
         kinds.setdefault((batched, takes_one_launch(rows, num_experts), fits(rows, num_experts), *configs), num_tokens)
     for num_tokens in kinds.values():
