@@ -127,7 +127,10 @@ def main():
             pip(venv / "bin" / "python", "-r", ROOT / "requirements" / "check.txt")
             stamp.write_text(json.dumps({**record, "checked": digest_of(CHECKED_FROM)}))
     except subprocess.CalledProcessError as error:
-        return f"setting up {venv} failed at: {' '.join(map(str, error.cmd))}"
+        code = error.returncode
+        how = f"was stopped by signal {-code}" if code < 0 else f"ended with status {code}"
+        command = " ".join(map(str, error.cmd))
+        return f"setting up {venv} failed: `{command}` {how}. Run the same command again to begin anew"
     except KeyboardInterrupt:
         return f"interrupted while setting up {venv}: the same command begins anew"
     return None

@@ -105,14 +105,15 @@ def test_a_python_that_is_too_old_is_told_so(ran, monkeypatch):
     assert commands == []
 
 
-def test_an_interrupted_installation_is_begun_again(ran, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("code", "how"), [(1, "ended with status 1"), (-9, "was stopped by signal 9")])
+def test_an_interrupted_installation_is_begun_again(ran, monkeypatch, tmp_path, code, how):
     def fail(command, **_):
-        raise subprocess.CalledProcessError(1, command)
+        raise subprocess.CalledProcessError(code, command)
 
     recorded = set_up.subprocess.run
     monkeypatch.setattr(set_up.subprocess, "run", fail)
     said, _ = ran("--torch", PINNED)
-    assert said.startswith("setting up ")
+    assert re.fullmatch(rf"setting up .* failed: `.*` {how}\. Run the same command again to begin anew", said)
     monkeypatch.setattr(set_up.subprocess, "run", recorded)
     (tmp_path / "venv").mkdir(exist_ok=True)
     (tmp_path / "venv" / ".ready").write_text("{")
