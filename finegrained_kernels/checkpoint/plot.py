@@ -51,4 +51,4 @@ def draw(report: InspectReport, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error

@@ -435,6 +435,15 @@ def test_of_a_picture_without_matplotlib(made, tmp_path, monkeypatch):
         draw(inspect(made / "hf"), tmp_path / "picture.svg")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("none/a.svg", "No such file or directory"), ("a.text", "Format 'text' is not supported .*")]
+)
+def test_of_a_picture_that_cannot_be_written(made, tmp_path, name, said):
+    path = tmp_path / name
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(path))} cannot be written: {said}$"):
+        draw(inspect(made / "hf"), path)
+
+
 def test_of_help():
     """Every argument and every option says what it is."""
     for name, command in typer.main.get_command(app).commands.items():
