@@ -108,7 +108,7 @@ def test_a_hub_that_is_none(made, hub, how):
 
 @pytest.mark.parametrize("name", ["nope/", "nope", "./nope", "a/b/c", "org/na me", "~/x", "", "org/\nname"])
 def test_names_that_are_neither_directory_nor_repository(name):
-    assert "no such directory" in refused("inspect", name)
+    assert "neither a directory nor a hub id (org/name)" in refused("inspect", name)
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "org/na me", "-x/y", "..", "org/name.git"])

@@ -134,8 +134,8 @@ def test_ends_of_other_words_are_refused(bundle, stack, exceptions, ends):
 def test_it_is_refused_like_a_list(bundle, stack, exceptions):
     make = type(exceptions)
     for arguments, message in (
-        ((stack.fixed, make(exceptions.words, torch.tensor([7, 26]))), r"tensor a plane, got 4 and 2"),
-        ((stack.fixed[:0], make(exceptions.words[:0], torch.tensor([]).long())), r"tensor a plane, got 0 and 0"),
+        ((stack.fixed, make(exceptions.words, torch.tensor([7, 26]))), r"tensor per plane, got 4 and 2"),
+        ((stack.fixed[:0], make(exceptions.words[:0], torch.tensor([]).long())), r"tensor per plane, got 0 and 0"),
         ((stack.fixed, make(exceptions.words.to("meta"), exceptions.ends)), r"exceptions must be on .*, got meta"),
         ((exceptions, exceptions), r"fixed\[0\] must be torch\.uint8, got torch\.uint32"),
     ):
